@@ -218,7 +218,8 @@ ALSO = {  # that ask something else by the same name
     "_core/convolutions": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL", "is_staged"},
     "_within/loops": {"vjp"},  # of a part of the loss
-    "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
+    "_rows/levels": {"PARTIAL"},  # of rows
+    "_rows/leveling": {"PARTIAL", "is_partial"},
     "_rows/reading": {"PARTIAL"},
     "_rows/primitives": {"PARTIAL"},
     "_explain/explain": {"PARTIAL"},

@@ -11,7 +11,8 @@ from optax_accum._explain.explanation import PLAIN, Coupling, Explanation, Weigh
 from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows import locality
 from optax_accum._rows.denominators import Found
-from optax_accum._rows.levels import Crossing, Kind, Levels, inside_layers, is_over_layers
+from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.levels import Crossing, Kind, Levels
 from optax_accum._rows.program import Equation, Value
 from optax_accum._within import splitting
 from optax_accum._within.one_pass import is_one_pass

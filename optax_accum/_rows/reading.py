@@ -25,7 +25,8 @@ from optax_accum._rows.forms import (
     product,
     summed,
 )
-from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
+from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.program import Constant, Equation, Number, Value
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, tracing
 from optax_accum._rows import draws, locality, resized
-from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, inside_layers, is_over_layers
+from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.levels import Crossing, Kind, Levels, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units

@@ -13,7 +13,8 @@ from optax_accum._core import compilers
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
-from optax_accum._rows.levels import Crossing, Levels, levels_of
+from optax_accum._rows.leveling import levels_of
+from optax_accum._rows.levels import Crossing, Levels
 from optax_accum._rows.program import paired
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units

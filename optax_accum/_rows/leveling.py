@@ -1,0 +1,229 @@
+"""How a program of rows is divided into levels: what kind each equation is, and after which loops it can run."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_accum._core import compilers
+from optax_accum._core.dtypes import is_narrow
+from optax_accum._core.equations import inner_programs, is_cast_down
+from optax_accum._rows import draws, locality, primitives
+from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, Stage
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value, paired
+
+CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
+MOST_ORIGINS = 2
+
+
+def levels_of(program: Program, is_model: Sequence[bool], crossing: Crossing = Crossing.SAVE) -> Levels:
+    """How a program runs; `is_model` says by which inputs it may be differentiated."""
+    division = _Division(program, is_model, recomputes=crossing is Crossing.RECOMPUTE)
+    return Levels(program, division.kinds, division.model, division.moving, _with_passes(division.stages()), crossing)
+
+
+def _with_passes(stages: Sequence[Stage]) -> list[Stage]:
+    """Tells each loop which of the rows that it takes a later loop takes, too."""
+    later: set[Value] = set()
+    found: list[Stage] = []
+    for stage in reversed(stages):
+        if loop := stage.loop:
+            passes = [value for value in loop.takes if value in later]
+            later.update(loop.takes)
+            stage = dataclasses.replace(stage, loop=dataclasses.replace(loop, passes=passes))
+        found.append(stage)
+    return found[::-1]
+
+
+def is_over_layers(equation: Equation, levels: Levels) -> bool:
+    """Whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
+    is_scan = equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]
+    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
+
+
+def inside_layers(equation: Equation, levels: Levels) -> Levels:
+    consts, carried = compilers.sizes_of_scan(equation.single)
+    body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
+    is_model = [value in levels.model for value in equation.ins]
+    is_model[consts : consts + carried] = [True] * carried
+    # What a scan stacks of its iterations lies on the device: XLA has no layout for it on the host.
+    crossing = Crossing.SAVE if levels.crossing is Crossing.OFFLOAD else levels.crossing
+    return levels_of(body, is_model, crossing)
+
+
+class _Division:
+    """The kind and the level of each equation of a program.
+
+    The level of a value is the number of loops that must be over before it can be made. The batch alone decides values
+    of level 0, whatever takes its rows together: that runs once, before the first loop.
+    """
+
+    def __init__(self, program: Program, is_model: Sequence[bool], *, recomputes: bool):
+        self.recomputes = recomputes
+        self.program, self.equations = program, _needed(program)
+        self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
+        self.moving = set(self.model)
+        self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
+        for equation in self.equations:
+            for value in equation.ins:
+                self.used_by.setdefault(value, []).append(equation)
+        self.kinds: dict[Equation, Kind] = {}
+        self.level: dict[Value, int] = {}
+        self.at: dict[Equation, int] = {}
+        self.made: dict[Value, Equation] = {}  # values that loops make
+        self.origins: dict[Value, Sequence[Value]] = {}
+        for equation in self.equations:
+            self._read(equation)
+
+    def _read(self, equation: Equation) -> None:
+        kind = self.kinds[equation] = self._kind(equation)
+        at = max((self.level.get(value, 0) for value in equation.ins), default=0)
+        if not self.model.isdisjoint(equation.ins):
+            self.model.update(equation.outs)
+            if equation.name != "stop_gradient" and not self.moving.isdisjoint(equation.ins):
+                self.moving.update(equation.outs)
+            waits = any(value in self.made and value in self.model for value in equation.ins)
+            at += kind is Kind.PARTIAL or (kind is not Kind.LOCAL and waits and kind is Kind.WHOLE)
+        self.at[equation] = at
+        self.level.update(dict.fromkeys(equation.outs, at))
+        if kind is Kind.LOCAL:
+            self.made.update(dict.fromkeys(equation.outs, equation))
+
+    def _kind(self, equation: Equation) -> Kind:
+        view = equation.view
+        if equation.name in locality.NESTED:  # a result that nobody uses may be anything
+            pairs = zip(view.outs, equation.outs, strict=True)
+            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
+        if locality.is_local(view):
+            return Kind.LOCAL
+        if locality.is_partial(view) and not (self._shares_ties(equation) or self._adds_to_made(equation)):
+            return Kind.PARTIAL
+        if view.has_rows:
+            return Kind.WHOLE
+        makes_rows = locality.is_alike(view) or draws.is_drawn_by_rows(view)
+        return Kind.LOCAL if makes_rows or self._is_narrow(equation) else Kind.FREE
+
+    def _is_narrow(self, equation: Equation) -> bool:
+        """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
+        if self.model.isdisjoint(equation.ins) or not equation.outs or locality.has_backward(equation):
+            return False
+        begins = is_cast_down(equation.single)
+        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
+        return begins or goes_on
+
+    def _shares_ties(self, equation: Equation) -> bool:
+        """Whether an extreme has a gradient, which the rows that attain it share: only all rows tell how many do."""
+        if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
+            return False
+        if not jnp.issubdtype(equation.outs[0].aval.dtype, jnp.inexact):
+            return False
+        uses = self.used_by.get(equation.outs[0], [])
+        return equation.outs[0] in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+
+    def _adds_to_made(self, equation: Equation) -> bool:
+        """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""
+        return equation.name.startswith("scatter") and equation.ins[0] in self.made
+
+    def stages(self) -> list[Stage]:
+        """The loops in order, each with the equations that run once before it."""
+        there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
+        once, stages = self._once(0, there), []
+        for now in range(max(self.at.values(), default=0) + 1):
+            if loop := self._loop(now, there):
+                there.update(loop.rows, *(equation.outs for equation in loop.parts))
+                stages.append(Stage(once, loop))
+                once = []
+            once += self._once(now + 1, there)
+        left = self._closure(self.program.outputs, there)
+        return [*stages, Stage([*once, *self._in_order(left)])]
+
+    def _once(self, level: int, there: set[Value]) -> list[Equation]:
+        """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
+
+        def is_now(e: Any) -> bool:
+            return self.at[e] == level and (self.kinds[e] in (Kind.WHOLE, Kind.FREE) or self._is_of_batch(e))
+
+        once = {equation for equation in self.equations if is_now(equation)}
+        needed = self._closure([value for equation in once for value in equation.ins], there)
+        there.update(value for equation in once for value in equation.outs)
+        return self._in_order(once | needed)
+
+    def _is_of_batch(self, equation: Equation) -> bool:
+        """Whether the batch alone decides a reduction of its rows."""
+        return self.kinds[equation] is Kind.PARTIAL and self.model.isdisjoint(equation.ins)
+
+    def _loop(self, now: int, there: set[Value]) -> Loop | None:
+        """The pass over the micro-batches that makes values for later levels; None if they need none."""
+        later = [equation for equation in self.equations if self.at[equation] > now]
+        parts = [e for e in later if self.kinds[e] is Kind.PARTIAL and self.at[e] == now + 1]
+        in_loops = [e for e in later if e not in parts and self.kinds[e] in (Kind.LOCAL, Kind.PARTIAL)]
+        whole = [e for e in later if self.kinds[e] in (Kind.WHOLE, Kind.FREE)]
+        crossing = [origin for equation in in_loops for value in equation.ins for origin in self._origins(value)]
+        taken = [] if self.recomputes else crossing
+        outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
+        wanted = [*taken, *(value for equation in whole for value in equation.ins), *outputs]
+        rows = [value for value in dict.fromkeys(wanted) if self._is_kept(value, now, there)]
+        if not (rows or parts):
+            return None
+        wanted = [*rows, *(value for equation in parts for value in equation.ins)]
+        equations = self._in_order(self._closure(wanted, there))
+        takes = [value for e in (*equations, *parts) for value in e.ins if value in there]
+        return Loop(equations, parts, rows, list(dict.fromkeys(takes)))
+
+    def _is_kept(self, value: Value, now: int, there: set[Value]) -> bool:
+        """Whether a loop keeps a value for all rows; a value that the batch alone decides is made again."""
+        made = value in self.made and value not in there and self.level[value] <= now
+        return made and value in self.model and value.axis is not None
+
+    def _origins(self, value: Value) -> Sequence[Value]:
+        """The values of rows to keep for a later loop, which makes a value from them again where that is cheap.
+
+        An activation of what one product gave, say, or the sum of two such: from no more than two, and none is larger.
+        """
+        if value not in self.origins:
+            self.origins[value] = [value]
+            equation = self.made.get(value)
+            if equation is not None and value in self.model and is_cheap(equation.single):
+                origins = dict.fromkeys(origin for taken in equation.ins for origin in self._origins(taken))
+                rows = [each for each in origins if each in self.made and each in self.model and each.axis is not None]
+                if len(rows) <= MOST_ORIGINS and all(size_of(each) <= size_of(value) for each in rows):
+                    self.origins[value] = rows
+        return self.origins[value]
+
+    def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
+        """The equations that make values which are not there yet."""
+        needed: set[Equation] = set()
+        todo = list(wanted)
+        while todo:
+            value = todo.pop()
+            equation = None if value in there else self.made.get(value)
+            if equation is not None and equation not in needed:
+                needed.add(equation)
+                todo += equation.ins
+        return needed
+
+    def _in_order(self, equations: set[Equation]) -> list[Equation]:
+        return [equation for equation in self.equations if equation in equations]
+
+
+def is_cheap(equation: Any) -> bool:
+    """Whether it costs less to run an equation of a traced program again than to keep its results."""
+    inner = [each for program in inner_programs(equation) for each in program.eqns]
+    return all(map(is_cheap, inner)) if inner else equation.primitive.name in CHEAP
+
+
+def size_of(value: Value) -> int:
+    """The bytes of a value."""
+    return value.aval.size * value.aval.dtype.itemsize
+
+
+def _needed(program: Program) -> list[Equation]:
+    """The equations that outputs need, and those that have effects, in order."""
+    wanted = set(program.outputs)
+    needed: list[Equation] = []
+    for equation in reversed(program.equations):
+        if equation.single.effects or not wanted.isdisjoint(equation.outs):
+            needed.append(equation)
+            wanted.update(equation.ins)
+    return needed[::-1]
