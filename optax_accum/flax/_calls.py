@@ -16,7 +16,7 @@ from optax_accum._core.state import (
     holds_sum,
 )
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
 from optax_accum._space.device import Device
@@ -54,32 +54,37 @@ class Weighing(NamedTuple):
         """The options of `one_by_one` that weigh each micro-batch."""
         return {"weight_fn": self.weight_fn, "reads": self.weigher and self.weigher.weight_fn}
 
-    def of(self, call: Call) -> Any:
-        """The weight of a call's batch on one device; None if it counts by its rows."""
+    def weighed(self, call: Call, tree: Tree, devices: Devices | None = None) -> tuple[Tree, Any]:
+        """A loss, and gradients, as sums over rows divided by the weight of the call's batch; and that weight.
+
+        The weight is None if the batch counts by its rows. Why they are rescaled says `Weigher.factor`.
+        """
+        axes = devices.axes if devices else ()
+        weight = self._over_devices(axes, call) if self.weigher and axes else self._of(call)
+        if self.weigher is None or weight is None:
+            return tree, weight
+        return arithmetic.times(tree, self.weigher.factor(call, weight)), weight
+
+    def _of(self, call: Call) -> Any:
         if self.weight_fn is not None:
             return self.weight_fn(*call[call.batch])
         return None if self.weigher is None else self.weigher.weight(call)
 
-    def scaled(self, tree: Tree, call: Call, weight: Any) -> Tree:
-        """Rescales a loss, and gradients, to sums over rows divided by the weight; see `Weigher.factor`."""
-        if self.weigher is None or weight is None:
-            return tree
-        return arithmetic.times(tree, self.weigher.factor(call, weight))
-
-    def over_devices(self, call: Call, options: Mapping[str, Any]) -> Any:
-        """The weight of a call's batch, summed over the devices; each device reads the loss of its rows."""
-        axes = as_devices(options.get("devices"), partial=True).axes
-        if self.weigher is None or not axes:
-            return self.of(call)
+    def _over_devices(self, axes: Axes, call: Call) -> Any:
+        """The weight, summed over the devices; each device reads the loss of its rows."""
         weights: list[jax.Array | None] = []
 
         def of_device(device: Device, call: Call) -> tuple[jax.Array, None]:
-            weights.append(self.of(call))
+            weights.append(self._of(call))
             return jnp.zeros([]) if weights[-1] is None else weights[-1], None
 
         space = here(Devices(axes))
         weight, _ = space.run(of_device, call)
         return None if weights[-1] is None else space.total(weight)
+
+
+def devices_of(options: Mapping[str, Any]) -> Devices:
+    return as_devices(options.get("devices"), partial=True)
 
 
 def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
@@ -92,7 +97,7 @@ def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]
 def check_step_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
     """As `check_options`; a train step also takes the sharding of its sums (`Devices.to`) from the optimizer."""
     check_options(owner, options, own)
-    if as_devices(options.get("devices"), partial=True).to is not None:
+    if devices_of(options).to is not None:
         raise TypeError(
             f"{owner} has from its optimizer where sums go: devices={options['devices']}. Leave to out, and give it to "
             "accumulate_gradients."
@@ -130,14 +135,14 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
 
 
 def has_partial_sums(options: Mapping[str, Any]) -> bool:
-    return as_devices(options.get("devices"), partial=True).is_partial
+    return devices_of(options).is_partial
 
 
 def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
     """Reduces per-device outputs over all devices; does nothing without partial sums."""
     if not has_partial_sums(options):
         return own
-    space = here(Devices(as_devices(options["devices"], partial=True).axes))
+    space = here(Devices(devices_of(options).axes))
     return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
 
 

@@ -81,8 +81,7 @@ def train_step(
         def run(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, dict[str, Any]]:
             loss, extra = _checked(fun(params, batch, key, state), state)
             call = roles.bind((params, batch, key, state), {})
-            weight = weighing.of(call)
-            loss = weighing.scaled(loss, call, weight)
+            loss, weight = weighing.weighed(call, loss)
             return loss, sums_of(loss, extra, batch, state, lambda: weight)
 
         return run
@@ -111,8 +110,7 @@ def train_step(
                 whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
                 (_, (loss, extra)), grads = whole(params, batch, key, state)
                 call = roles.bind((params, batch, key, state), {})
-                weight = weighing.over_devices(call, options)
-                loss, grads = weighing.scaled((loss, grads), call, weight)
+                (loss, grads), weight = weighing.weighed(call, (loss, grads), _calls.devices_of(options))
                 return sums_of(loss, extra, batch, state, lambda: weight), grads
         of_fp8 = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
         kinds = "mean" if overwritten is None else type(params)(of_fp8)

@@ -13,7 +13,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.types import Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._space.device import Device
-from optax_accum._space.devices import as_devices, with_replicated
+from optax_accum._space.devices import with_replicated
 from optax_accum._within import one_by_one as weighed
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _calls
@@ -120,7 +120,7 @@ def one_by_one(
     """`value_and_grad` in which each micro-batch is normalised and weighed by itself."""
     options |= {"has_aux": True, "aux_reduction": ("sum", aux_reduction)}
     weighed.one_by_one(fun, **options)  # raises its errors when this is built
-    roles, axes = _roles(fun, options), as_devices(options.get("devices"), partial=True).axes
+    roles, axes = _roles(fun, options), _calls.devices_of(options).axes
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -196,7 +196,7 @@ def accumulate(
     """
     carry = {"carry_argnum": _OWN_OPTIONS["carry_argnum"]}
     _calls.check_options("optax_accum.flax.nnx.accumulate", options, carry)
-    devices = as_devices(options.get("devices"), partial=True)
+    devices = _calls.devices_of(options)
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
     options["devices"] = with_replicated(devices)
     if weight_of := options.get("weight_of"):

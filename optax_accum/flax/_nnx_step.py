@@ -82,8 +82,7 @@ def train_step(
         def run(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
             call = call_of_arrays(with_metrics, model, batch, wrt)
             loss, (_, metrics) = with_metrics(model, batch)
-            weight = weighing.of(call)
-            loss = weighing.scaled(loss, call, weight)
+            loss, weight = weighing.weighed(call, loss)
             return loss, sums_of(loss, metrics, batch, lambda: weight)
 
         return run
@@ -102,8 +101,7 @@ def train_step(
             with contextlib.suppress(UnreadableError):
                 (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)
                 call = call_of_arrays(with_metrics, model, batch, wrt)
-                weight = weighing.over_devices(call, options)
-                loss, grads = weighing.scaled((loss, grads), call, weight)
+                (loss, grads), weight = weighing.weighed(call, (loss, grads), _calls.devices_of(options))
                 return sums_of(loss, metrics, batch, lambda: weight), grads
         separate: dict[str, Any] = {**own, **options, **weighing.options, "aux_reduction": "sum"}
         (_, sums), grads = one_by_one(with_sums(weighing), **separate)(model, batch)
