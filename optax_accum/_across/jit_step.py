@@ -106,10 +106,7 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
       0.0
       2.0
     """
-    callables.as_function(step, "step", "Pass the train step, not what it returns.")
-    if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return JitStep(step, donate_argnums)
+    return JitStep(callables.as_step(step), donate_argnums)
 
 
 class JitStep:

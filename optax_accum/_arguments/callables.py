@@ -22,6 +22,13 @@ def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function it
     return fun
 
 
+def as_step(step: Any) -> Any:
+    """A train step as a plain function: if it is jitted, the function inside."""
+    as_function(step, "step", "Pass the train step, not what it returns.")
+    is_jitted = hasattr(step, "lower") and hasattr(step, "__wrapped__")
+    return step.__wrapped__ if is_jitted else step
+
+
 def as_optimizer(tx: Any) -> Any:
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {_remedy(tx)}")

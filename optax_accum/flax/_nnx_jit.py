@@ -120,10 +120,7 @@ def jit_step(step: Callable[..., Any]) -> "JitStep":
       >>> int(optimizer.updates[...]), train_step.one_program
       (2, None)
     """
-    callables.as_function(step, "step", "Pass the train step, not what it returns.")
-    if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return JitStep(step)
+    return JitStep(callables.as_step(step))
 
 
 class JitStep:
