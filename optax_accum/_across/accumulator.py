@@ -14,23 +14,20 @@ class Accumulator:
     why_not_in_place: str | None = None  # what keeps a backward pass from adding to it
 
     def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
-        """Raises for gradients that cannot be added."""
         matching.check(state.acc_grads, grads)
 
     def on_device(self, state: AccumulationState) -> Tree:
-        """Returns the sum, fetched from the memory of the host if it lies there."""
+        """The sum; fetched if it lies in the memory of the host."""
         return memory.to_device(state.acc_grads)
 
     def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: Flag, skip: Flag) -> Tree:
-        """Returns the sum with the gradient of a micro-batch in it."""
         return arithmetic.add(self.on_device(state), grads, weight, first, skip)
 
     def weight(self, state: AccumulationState, weight: Weight) -> Weight:
-        """Returns the weight of the window with this micro-batch in it."""
+        """The weight of the window with this micro-batch in it."""
         return state.weight + weight
 
     def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
-        """Returns the state with the sum in it."""
         return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
 
 
@@ -57,5 +54,4 @@ class NoAccumulator(Accumulator):
 
 
 def accumulator_of(state: AccumulationState) -> Accumulator:
-    """Returns the accumulator of a state."""
     return Accumulator() if holds_sum(state) else NoAccumulator()

@@ -22,10 +22,10 @@ class Call(NamedTuple):
     """The arguments of a call, taken apart."""
 
     kind: Any  # calls of one kind have arguments of the same form
-    parts: list[Tree]  # what stands beside or in a state: the counters, the sum, the parameters; then other arrays
-    may_donate: int  # of them, which come first
+    parts: list[Tree]  # of donated arguments: counters, sum, parameters; then the arrays of the others
+    may_donate: int  # so many of the parts, which come first
     arguments: Callable[[Sequence[Any]], tuple[list[Any], dict[str, Any]]]  # puts parts together again
-    flush: bool | None  # what the step is given; None if it is given nothing, or an array
+    flush: bool | None  # the argument of the step; None if there is none, or an array
 
 
 class Calls:
@@ -45,7 +45,6 @@ class Calls:
         self._around: set[type] | None = None  # the types of nodes in which a state stands
 
     def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-        """Returns the arguments of a call in parts, of which those that it may overwrite come first."""
         args, kwargs = self._flush_by_keyword(args, kwargs)
         flush = kwargs.get("flush", self._flush)
         kwargs |= {"flush": flush} if flush is True else {}
@@ -76,13 +75,12 @@ class Calls:
         return type(node) not in self._around  # type: ignore[operator]
 
     def _flush_by_keyword(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments with `flush`, and what stands behind it, by keyword."""
+        """Passes `flush`, and the positional arguments behind it, by keyword."""
         names = self._positions
         first = names.index("flush") if "flush" in names[: len(args)] else len(args)
         return list(args[:first]), kwargs | dict(zip(names[first:], args[first:], strict=False))
 
     def _donated(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions of the arguments that a call may overwrite."""
         if self.donated is None:
             holds = [bool(states_in(arg)) for arg in args[:2]]
             self.donated = tuple(range(holds.index(True) + 1)) if any(holds) else ()
@@ -95,7 +93,7 @@ class Calls:
 
 
 def around_states(tree: Tree) -> list[Any]:
-    """Returns the states of windows, and all nodes in which one stands."""
+    """The states of windows, and all nodes that contain one."""
     nodes = []
 
     def is_apart(node: Any) -> bool:
@@ -109,7 +107,7 @@ def around_states(tree: Tree) -> list[Any]:
 
 
 def counters_of(tree: Tree, parts: Sequence[Any]) -> list[int]:
-    """Returns which parts of a tree are the numbers of micro-steps in its windows."""
+    """For each window in a tree, which part is its number of micro-steps."""
     places = {id(part): place for place, part in enumerate(parts)}
     return [places[id(state.mini_step)] for state in states_in(tree)]
 
@@ -122,5 +120,5 @@ def _flushes_by_default(step: Callable[..., Any]) -> bool:
 
 
 def _type_of(leaf: Any) -> tuple[Any, ...]:
-    """Returns for what of an argument a program is compiled: one of NumPy or of Python is one of JAX then."""
+    """What a program is compiled for; an array of NumPy counts as one of JAX, and a Python number has its type."""
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False)

@@ -12,10 +12,10 @@ class Divisor(NamedTuple):
     """Divides the sum of a window.
 
     Attributes:
-      is_mean: whether it is the sum of the weights, of which each device has its part.
+      is_mean: whether the divisor is the sum of the weights, of which each device holds a part.
       divides: `weight -> flag`: whether a window of this weight makes an update.
-      factor: `weight -> number`: what the sum is multiplied by.
-      unweighed: `rows -> weight` of a micro-batch to which nobody gave one; `rows` may be what its loss divides by.
+      factor: `weight -> number`: multiplies the sum.
+      unweighed: `rows -> weight`: for a micro-batch without a weight; `rows` may be the denominator of its loss.
     """
 
     is_mean: bool
@@ -31,5 +31,4 @@ TABLE = {
 
 
 def as_divisor(reduction: str) -> Divisor:
-    """Returns the divisor of a reduction by name."""
     return TABLE[checks.one_of("reduction", reduction, tuple(TABLE))]

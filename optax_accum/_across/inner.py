@@ -20,7 +20,7 @@ def update(
 ) -> tuple[Tree, Tree]:
     """Calls the inner optimizer with the window's mean.
 
-    Updates come in the dtypes that `grads` would have given, the state in its own, and where it lay.
+    Updates have the dtypes that `grads` would have given; the state keeps its dtypes and its memory (the host's, say).
     """
     old = memory.to_device(state)
 
@@ -45,7 +45,7 @@ def update(
     if not same_tree(new, state):
         return updates, dtypes.strong(new)
     leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-    if leaves and all(leaf is other for leaf, other in leaves):  # what has no state takes any, and hands it back
+    if leaves and all(leaf is other for leaf, other in leaves):  # an optimizer without a state hands back any
         check_inner_state(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
     results.check_kinds("The state of the inner optimizer", new, old, remedy)
@@ -53,12 +53,10 @@ def update(
 
 
 def same_tree(new: Tree, old: Tree) -> bool:
-    """Returns whether the inner optimizer gave back a state of the tree that it was given."""
     return jax.tree.structure(new) == jax.tree.structure(old)
 
 
 def check_accumulates_once(state: Tree) -> None:
-    """Raises for an inner optimizer that accumulates, too: windows would multiply, and its own take no weights."""
     if accumulating := states_in(state, (AccumulationState, *OTHER_WINDOWS)):
         raise ValueError(
             "inner must not accumulate gradients itself: the two windows would multiply, and the inner one would not "
@@ -68,7 +66,6 @@ def check_accumulates_once(state: Tree) -> None:
 
 
 def check_no_lookahead(params: Tree) -> None:
-    """Raises for parameters that are no tree like their gradients."""
     if isinstance(params, optax.LookaheadParams):
         raise TypeError(
             "Parameters must have the tree of their gradients: params=LookaheadParams(fast, slow). Put optax.lookahead "
@@ -77,7 +74,7 @@ def check_no_lookahead(params: Tree) -> None:
 
 
 def check_inner_state(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
-    """Raises, where something has failed, for the state of another optimizer than `inner`."""
+    """Where something has failed: raises if the reason is a state of another optimizer than `inner`."""
     try:
         expected = jax.eval_shape(inner.init, params)
     except Exception:
@@ -94,7 +91,6 @@ def check_inner_state(inner: Inner, state: Tree, params: Tree, cause: Exception 
 
 
 def check_tree(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
-    """Raises where the inner optimizer changes the tree of its state, and holding must give the same tree."""
     if not same_tree(new, old):
         check_inner_state(inner, old, params)
         raise ValueError(
@@ -120,7 +116,7 @@ def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra
 
 
 def unread(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the extra arguments that the optimizer ignores."""
+    """Which of these extra arguments the optimizer ignores."""
 
     def others(name: Any) -> Any:
         return {other: value for other, value in extra_args.items() if other != name}
@@ -129,13 +125,13 @@ def unread(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args
 
 
 def is_data(value: Any) -> bool:
-    """Returns whether an argument is made of arrays and numbers, of which a traced program tells if they are read."""
+    """Whether an argument is made of arrays and numbers: a traced program shows whether those are read."""
     kinds = jax.Array | np.ndarray | np.generic | int | float
     return all(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value))
 
 
 def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> bool:
-    """Returns whether `inner` uses an argument that its signature does not name, as a member of a chain may."""
+    """Whether `inner` uses an argument that its signature does not name, as a member of a chain may."""
     try:
         jax.eval_shape(lambda: inner.update(*args, **others))
         if not is_data(value):
@@ -148,7 +144,6 @@ def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: M
 
 
 def _kinds(state: Tree) -> str:
-    """Returns the types of the states of a chain."""
     return f"({', '.join(map(_kinds, state))})" if type(state) is tuple else type(state).__name__
 
 

@@ -128,7 +128,7 @@ class JitStep:
         call = self._calls.taken_apart(args, kwargs)
         for programs in self._programs(call):
             if any(isinstance(call.parts[place], Tracer) for place in programs.counters):
-                return self._step(*args, **kwargs)  # a part of somebody's program
+                return self._step(*args, **kwargs)  # the step is traced as a part of a larger program
             with contextlib.suppress(OtherTypesError):
                 return programs.run(call, self._counters)
         raise AssertionError("the last programs are new ones")
@@ -224,7 +224,7 @@ class CompiledStep(JitStep):
 
 
 def _two(things: dict[Any, Any]) -> tuple[Any, Any]:
-    """The one that only adds, if there is one, and the other."""
+    """The program that only adds, None if there is only one program, and the one that updates."""
     adds = [thing for of, thing in things.items() if of is not None and not any(of[0])]
     updates = [thing for of, thing in things.items() if of is None or any(of[0])]
     return (adds or [None])[0], (updates or [None])[0]

@@ -34,8 +34,8 @@ class Added(NamedTuple):
     """An accumulator after a backward pass has added to it."""
 
     acc: Tree  # with the gradient in it
-    squares: Any  # what the meter has of that gradient; None if it measures nothing
-    reduced: Reduced | None  # the sum over devices, if it has added that, too
+    squares: Any  # the squared norms of that gradient; None if the meter measures nothing
+    reduced: Reduced | None  # the sum over devices, if that pass has added it, too
 
 
 class Done(NamedTuple):
@@ -49,7 +49,7 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss whose micro-batches come one a call, how each is weighed, and the statistics of its gradient."""
+    """A loss that gets one micro-batch a call, how each is weighed, and the statistics of its gradient."""
 
     fun: Callable[..., Any]
     returns: Returns
@@ -58,15 +58,15 @@ class Loss:
     in_place: bool | None
     divisor: Divisor
     meter: Meter
-    reads: Callable[..., ByWeight | None] | None = None  # how a micro-batch is weighed, off its loss
+    reads: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
 
     def add(
         self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
     ) -> Done:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
-        Without `acc` the gradient is returned instead. `again` says that all this is to be differentiated again,
-        `flush` whether the caller closes the window with it.
+        Without `acc` the gradient is returned instead. `again`: whether all this will be differentiated again. `flush`:
+        whether this micro-batch closes the window, None if nobody has said it.
         """
         self._check_groups(device, call)
         call = device.localized(call, call.params).fold_key(index)
@@ -109,7 +109,7 @@ class Loss:
             weight = weighing.weight
             acc, squares, (loss, value, _) = add(acc, run, weight)
         else:
-            backward, (loss, value, weight) = run(inside)  # a Ratio tells how much it counts when it has been run
+            backward, (loss, value, weight) = run(inside)  # a Ratio has its weight only when it has been run
             acc, squares, _ = add(acc, lambda _: (backward, None), weight)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if finish is None else Reduced(device.local_parts(acc))
@@ -118,7 +118,7 @@ class Loss:
     def _finish(
         self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None
     ) -> list[Finish] | None:
-        """Returns functions that add each sum over the devices, if the last backward pass of the window does that."""
+        """Functions that add each sum over the devices; None unless the last backward pass of the window does that."""
         if flush is False:
             return None
         needs = None
@@ -129,7 +129,6 @@ class Loss:
         return device.added_up(acc) if device.overlaps(acc, needs) else None
 
     def _check_groups(self, device: Device, call: Call) -> None:
-        """Raises where rows that belong together are on two devices, or in two micro-batches."""
         if self.group_size > 1 and any(map(rows.is_split, jax.tree.leaves(call[call.batch]))):
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
@@ -137,13 +136,14 @@ class Loss:
     def _inside(
         self, params: Tree, acc: Tree, traced: Traced, weighing: ByWeight | ByCount, again: bool, together: bool
     ) -> Inside | None:
-        """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
+        """How the gradient is added to the accumulator inside the backward pass; None if it is added afterwards.
 
-        Where a weight in the cotangent could matter, it is multiplied in where gradients arise. The weight of a Ratio
-        is not known by then. It could where devices run `together`, too: a weight of 0 is to leave out a NaN.
+        The weight is a factor of the cotangent. It is multiplied in where gradients arise instead if it could change
+        more than their size (float16, a custom_vjp), or if devices run `together`: a weight of 0 must drop a NaN. The
+        weight of a Ratio is not known by then.
         """
         squares = self.meter.no_squares(params)
-        bent = traced.is_short or traced.has_rule  # in the cotangent it may matter
+        bent = traced.is_short or traced.has_rule  # a factor of the cotangent may change more than its size
         unless = MAY_BE_AGAIN if again else None
         if bent and weighing.weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
@@ -152,7 +152,7 @@ class Loss:
         return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, unless)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
-        """Returns how the micro-batch is weighed, whose loss has these shapes."""
+        """How a micro-batch is weighed; `loss` holds shapes."""
         check_loss(loss, None)
         check_single(loss)
         if isinstance(loss, Ratio):
@@ -163,7 +163,6 @@ class Loss:
         return ByWeight(mean, factor * told.factor)
 
     def _check_ratio(self, weighed: bool) -> None:
-        """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
         if weighed:
             weigher = "weight_fn" if self.weight_fn else "weight"
             owner = "weight_of" if self.returns.weight_of else "A Ratio"
@@ -175,7 +174,7 @@ class Loss:
             )
 
     def _by_weight(self, call: Call) -> ByWeight:
-        """Returns how much the micro-batch counts: as `weight_fn` says, or its loss, or its rows."""
+        """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""
         if self.weight_fn:
             return ByWeight(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
         read = self.reads(call, takes_a_sum=not self.divisor.is_mean) if self.reads and call.batch else None

@@ -13,11 +13,11 @@ from optax_accum._core.state import AccumulationState
 
 
 class NotOnHostError(Exception):
-    """Only the device knows whether a call closes its window, for the reason that the error gives."""
+    """Only the device knows whether a call closes its window, for the reason in the message."""
 
 
 class Decision:
-    """What the host says of one window in one call: it is made while the call is traced, when the schedule is seen.
+    """Whether one call closes one window; the host decides it while the call is traced, when it sees the schedule.
 
     Attributes:
       closes: whether the call closes the window; None until the schedule has said it.
@@ -27,12 +27,12 @@ class Decision:
     """
 
     def __init__(self, number: int | None = None, closes: bool | None = None):
-        self.number, self.closes = number, closes  # of this micro-step in its window; or what is asked for
+        self.number, self.closes = number, closes  # this micro-step's in its window, or the answer itself
         self.due: Callable[[int, bool], bool] | None = None
         self.by_caller = self.asked = False
 
     def made(self, schedule: Schedule, policy: Policy, flush: Any) -> bool:
-        """Returns whether the call closes the window; raises where the host cannot know it."""
+        """Whether the call closes the window; raises if the host cannot know it."""
         asked = was_asked(flush)
         if isinstance(asked, jax.Array):
             raise NotOnHostError("flush is an array, not a bool of Python")
@@ -51,9 +51,9 @@ class Decision:
 
 
 class Decided(AccumulationState):
-    """A state in a program of `jit_step`: its type says whether a micro-step has been made of it.
+    """A state in a program of `jit_step`; its pytree type says whether its micro-step has been made.
 
-    A loop or a branch in which a micro-step is made would change the type, so it raises: the host counts one a call.
+    A micro-step in a loop or a branch would change the type, so JAX raises: the host counts one micro-step a call.
     """
 
     decision: Decision
@@ -61,7 +61,6 @@ class Decided(AccumulationState):
 
     @classmethod
     def of(cls, fields: Iterable[Any], decision: Decision, *, spent: bool = False) -> "Decided":
-        """Returns a state with these fields."""
         state = cls(*fields)
         state.decision, state.spent = decision, spent
         return state
@@ -85,7 +84,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def closes(schedule: Schedule, policy: Policy, state: AccumulationState, flush: Any) -> bool | None:
-    """Returns whether the host says that this micro-step closes the window; None outside `jit_step`."""
+    """Whether the host says that this micro-step closes the window; None outside `jit_step`."""
     if not isinstance(state, Decided):
         return None
     if state.spent:
@@ -94,20 +93,20 @@ def closes(schedule: Schedule, policy: Policy, state: AccumulationState, flush: 
 
 
 def plain(state: AccumulationState) -> AccumulationState:
-    """Returns the state itself, for the window to work on."""
+    """The state without the decision, for the window to work on."""
     return AccumulationState(*state) if isinstance(state, Decided) else state
 
 
 def alike(state: AccumulationState, like: AccumulationState) -> AccumulationState:
-    """Returns a state of the type of another one."""
+    """The state with the decision of `like`, if that has one."""
     return Decided.of(state, like.decision, spent=like.spent) if isinstance(like, Decided) else plain(state)
 
 
 def spent(new: AccumulationState, old: AccumulationState) -> AccumulationState:
-    """Returns a state after its micro-step, of the type that says so."""
+    """Marks a state whose micro-step has been made; outside `jit_step` nothing is marked."""
     return Decided.of(new, old.decision, spent=True) if isinstance(old, Decided) else new
 
 
 def is_known(flush: Any) -> bool:
-    """Returns whether `flush` has its value on the host."""
+    """Whether the host knows the value of `flush`."""
     return flush is None or isinstance(flush, bool | np.bool_ | np.ndarray)

@@ -15,18 +15,18 @@ from optax_accum._space.space import Space
 
 Fields = dict[str, Any]  # fields of the state
 Outcomes = Callable[[], tuple[Tree, Fields]]
-LEFT = "acc_grads"  # of these, the one whose memory the sum of a closed window may take
+LEFT = "acc_grads"  # the field whose memory the sum of a closed window may take
 
 
 class Outcome(NamedTuple):
-    """What a micro-step returns beside the state: `of_updates(updates)`, or `of_none(emit)` if it only accumulates."""
+    """The result of a micro-step beside the state: `of_updates(updates)`, or `of_none(emit)` if it only accumulates."""
 
     of_updates: Callable[[Tree], Tree]
     of_none: Callable[[Callable[[], Any]], Tree]
 
 
 class Closing(NamedTuple):
-    """What is known of a micro-step that closes its window."""
+    """The verdict on a micro-step that closes its window."""
 
     emits: Flag  # whether the window makes an update
     brings: Flag = True  # whether it brought a micro-batch, and did not only close the window
@@ -62,9 +62,9 @@ def emit_or_hold(
 ) -> tuple[tuple[Tree, Fields], Closing]:
     """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush.
 
-    Each outcome is what a micro-step returns, and the fields of the state that it keeps; beside it comes how the window
-    is `judged`: only one that closes asks that if it is `costly`. `alike` raises where both are compiled, and emitting
-    changes the tree of the state.
+    An outcome gives the result of a micro-step and its fields of the state; the verdict of `judged` is returned beside
+    it. A `costly` verdict is asked only of a window that closes. Where both outcomes are compiled, `alike` raises if
+    emitting changes the tree of the state.
     """
 
     def emit_beside_hold() -> tuple[Tree, Fields]:
@@ -90,7 +90,7 @@ def emit_or_hold(
     result, fields = emit()
     alike(fields["inner_opt_state"])
     before, old = hold()
-    old |= {name: fields[name] for name in old if name == LEFT}  # what is left of a closed window is never read
+    old |= {name: fields[name] for name in old if name == LEFT}  # nobody reads the sum of a closed window
     return _select(emits, (result, fields), (before, old)), closing
 
 
@@ -98,12 +98,12 @@ _HELD = Closing(emits=False, brings=True, is_filled=True)
 
 
 def fields_of(state: AccumulationState) -> Fields:
-    """Returns the fields of the state that only an emitting window changes."""
+    """The fields of the state that only an emitting window changes."""
     return {name: getattr(state, name) for name in ("inner_opt_state", "statistics", "seen")}
 
 
 def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields: Fields) -> AccumulationState:
-    """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
+    """The state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
     closes, emits = flags.known(closes), flags.known(closing.emits)
 
     def reset(total: Any) -> Any:
@@ -121,11 +121,11 @@ def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields
 
 
 def mean_args(space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, Tree]:
-    """Returns the weighted means of those extra arguments that came with this micro-step."""
+    """The weighted means of the mean arguments that came with this micro-step."""
 
     def mean(value: Any, parts: jax.Array, total: jax.Array, weight: jax.Array) -> jax.Array:
         value = jnp.asarray(value)
-        last = 0 if parts.ndim > total.ndim else value.astype(total.dtype)  # where none that was given has counted
+        last = 0 if parts.ndim > total.ndim else value.astype(total.dtype)  # if none of the values so far had a weight
         found = sums.mean(sums.WeightedSum(total, weight), empty=last)
         inexact = jnp.issubdtype(value.dtype, jnp.inexact)
         return found.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else found
@@ -139,13 +139,13 @@ def mean_args(space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: M
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Does what `optax.apply_updates` does; an integer parameter stays."""
+    """Like `optax.apply_updates`, but an integer parameter stays."""
     moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if dtypes.is_float0(u) else u, updates, params)
     return optax.apply_updates(params, moved)
 
 
 def count(total: jax.Array, flag: Flag) -> jax.Array:
-    """Adds one if the flag is set; the largest number that there is stays."""
+    """Adds one if the flag is set, but never overflows."""
     return total if flag is False else flags.selected(flag, optax.safe_increment(total), total)
 
 

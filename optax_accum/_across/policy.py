@@ -23,12 +23,12 @@ class Policy(NamedTuple):
 
     Attributes:
       screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
-      waits: whether one that is left out is no micro-step: the window waits for another.
-      accepts: `(space, total, weight) -> flag`: what a sum must fulfil beside a weight that divides it.
+      waits: whether a micro-batch that is left out is no micro-step: the window waits for another.
+      accepts: `(space, total, weight) -> flag`: whether a window whose weight can divide its sum may emit it.
       reads: whether `accepts` reads the sum, so that only a window that closes asks.
       unseen: whether a backward pass may add to the sum before anyone has looked.
-      blank: `params -> info`, what the state holds before the first micro-step.
-      text: what `nonfinite` was, for a message.
+      blank: `params -> info` before the first micro-step.
+      text: the value of `nonfinite`, for a message.
     """
 
     screen: Callable[[Space, Tree, Weight, AccumulationState, Tree], tuple[Flag, Tree]]
@@ -41,7 +41,6 @@ class Policy(NamedTuple):
 
 
 def as_policy(nonfinite: Any) -> Policy:
-    """Returns the policy of a name, or of a callable."""
     if callable(nonfinite):
         return _of_callable(cast(Skip, nonfinite))
     return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
@@ -68,7 +67,7 @@ TABLE = {
 
 
 def _of_callable(skip: Skip) -> Policy:
-    """Returns the policy of a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
+    """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
     remembers = inspect.signature(skip).parameters.get("info")
     if remembers and remembers.default is inspect.Parameter.empty:
         raise TypeError(
@@ -91,7 +90,6 @@ def _of_callable(skip: Skip) -> Policy:
 
 
 def _as_screened(answer: Any) -> Any:
-    """Returns the answer of a callable `nonfinite`, which must be a pair."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise TypeError(
             f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
@@ -101,7 +99,6 @@ def _as_screened(answer: Any) -> Any:
 
 
 def _as_skip(skip: Any) -> jax.Array:
-    """Returns the decision of a callable `nonfinite` as a bool scalar."""
     if checks.dtype_and_shape(skip) != (jnp.bool_, ()):
         raise TypeError(
             f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {short(skip)}. "

@@ -26,20 +26,19 @@ class Program(NamedTuple):
 
 
 class Counters:
-    """The numbers of micro-steps in windows, counted on the host: the device is asked for a state from elsewhere."""
+    """The numbers of micro-steps in windows, counted on the host; read from the device for a state from elsewhere."""
 
     def __init__(self) -> None:
         self._last: Sequence[Any] = ()  # the arrays that the last call returned
         self._numbers: list[int] = []
 
     def read(self, arrays: Sequence[Any]) -> list[int]:
-        """The numbers in these arrays."""
         if len(self._last) == len(arrays) and all(map(operator.is_, self._last, arrays)):
             return self._numbers
         return list(map(int, arrays))
 
     def keep(self, arrays: Sequence[Any], numbers: Iterable[int]) -> None:
-        """Remembers what is in arrays that a call returns."""
+        """Remembers the numbers in arrays that a call returns."""
         self._last, self._numbers = arrays, list(numbers)
 
 
@@ -50,7 +49,7 @@ class Programs:
     Attributes:
       step: the function that they run.
       is_part: whether a node of arguments or results is not taken apart.
-      say: is told why there is a single program.
+      say: is called with the reason for a single program.
       counters: which parts of the arguments are the numbers of micro-steps in windows.
       due: for each window `(number, asked) -> bool`, whether a micro-step closes it, once the step has been traced.
       by_caller: whether the caller alone closes windows.
@@ -68,7 +67,6 @@ class Programs:
     single: Program | None = None
 
     def run(self, call: Call, counters: Counters) -> Any:
-        """Runs the program that a call needs, and keeps count."""
         program, numbers = self.single, []
         if program is None:
             numbers = [number + 1 for number in counters.read([call.parts[place] for place in self.counters])]
@@ -103,7 +101,7 @@ class Programs:
 
     @property
     def all(self) -> dict[Any, Program]:
-        """The programs by the windows that they close; the single one by None."""
+        """The programs by the keys of `known`; a single one by None."""
         return dict(self.known) if self.single is None else {None: self.single}
 
     def running(self, compiled: dict[Any, Any]) -> "Programs":
@@ -144,7 +142,7 @@ class _Compiled(Programs):
 
 
 def _unmarked(results: Tree, decisions: Sequence[Decision]) -> Tree:
-    """Makes states of the usual type of those in the results; raises unless each window has had its micro-step."""
+    """Removes the decisions from states in the results; raises unless each window has had its micro-step."""
     made = [state.decision for state in states_in(results) if isinstance(state, Decided) and state.spent]
     if made != list(decisions):
         raise NotOnHostError("the step does not make one micro-step of each state, and return it")

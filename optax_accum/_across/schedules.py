@@ -41,7 +41,6 @@ Every = int | Callable[[Any], Any] | Schedule | None
 
 
 def as_schedule(every: Any) -> Schedule:
-    """Returns the schedule of an integer, a callable of `gradient_step`, or None."""
     if isinstance(every, Schedule):
         return every
     if every is None:
@@ -57,20 +56,18 @@ def as_schedule(every: Any) -> Schedule:
 
 
 def by_count(count: Callable[[AccumulationState], Any], **fields: Any) -> Schedule:
-    """Returns the schedule of windows whose number of micro-steps is read off the state; below 1 it acts as 1."""
+    """Windows of `count(state)` micro-steps; a number below 1 acts as 1."""
     return Schedule(_or_flush(lambda state, *_: state.mini_step >= _as_count(count(state))), **fields)
 
 
 def by_weight(least: float, text: str) -> Schedule:
-    """Returns the schedule of windows that close when they weigh so much; a NaN closes its window, and shows."""
+    """Windows that close at a weight of `least`; a NaN closes its window, and shows."""
     return Schedule(_or_flush(lambda state, weight, _: jnp.logical_not(weight() < least)), text=text)
 
 
 def _or_flush(
     due: Callable[[AccumulationState, Callable[[], Weight], Flag], Flag],
 ) -> Callable[[AccumulationState, Callable[[], Weight], Flag, Any], Flag]:
-    """Returns a `due` that closes a window when it is due or the caller flushes."""
-
     def closes(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
         asked = was_asked(flush)
         return asked if asked is True else flags.known(flags.either(due(state, weight, counts), asked))
@@ -79,7 +76,6 @@ def _or_flush(
 
 
 def was_asked(flush: Any) -> Flag:
-    """Returns whether the caller closes the window, as far as that is known."""
     return False if flush is None else as_flush(flush)
 
 
@@ -88,7 +84,6 @@ def _by_caller(state: AccumulationState, weight: Callable[[], Weight], counts: F
 
 
 def asked_by_caller(flush: Any) -> Flag:
-    """Returns whether the caller closes the window; raises unless the caller says it."""
     if flush is None:
         raise ValueError(
             "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
@@ -111,19 +106,19 @@ def _as_int(every: Any) -> int:
 
 
 def _as_count(count: Any) -> jax.Array:
-    """Returns how many micro-steps a window has, as a callable gave it: an integer scalar, at least 1."""
+    """The number of micro-steps in a window, from a callable: an integer scalar, at least 1."""
     dtype, shape = checks.dtype_and_shape(count)
     if not jnp.issubdtype(dtype, jnp.integer) or shape:
         raise TypeError(
             f"A callable every must return an integer scalar: it returned {short(count)}. "
             "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
         )
-    count = jnp.asarray(count, None if dtype.itemsize >= 4 else jnp.int32)  # an int8 has no bound of an int32
+    count = jnp.asarray(count, None if dtype.itemsize >= 4 else jnp.int32)  # the bound of an int32 does not fit an int8
     return jnp.clip(count, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
 
 
 def as_flush(flush: Any) -> Flag:
-    """Returns `flush` as a Python bool where it is one, else as a bool scalar."""
+    """`flush` as a JAX scalar if it is one, else as a Python bool."""
     if checks.dtype_and_shape(flush) != (jnp.bool_, ()):
         raise TypeError(
             f"flush must be a bool, or a bool scalar: flush={short(flush)}. Pass flush=(step == last), say."

@@ -46,22 +46,21 @@ class Keywords(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Their names."""
         return {name for name in ("weight", "flush") if getattr(self, name) is not None} | self.extra_args.keys()
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of any optimizer: it is handed the gradient of a micro-batch, and how much that counts."""
+    """A step of any optimizer, which gets the gradient of a micro-batch and its weight."""
 
     loss: Loss
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    reads: Callable[..., ByWeight | None] | None  # for windows inside of it: how a micro-batch is weighed
+    reads: Callable[..., ByWeight | None] | None  # for windows inside the optimizer: how a micro-batch is weighed
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
-        """Differentiates one micro-batch, and applies what comes out."""
+        """Differentiates one micro-batch, and applies its gradient: the value, the parameters, the state."""
         checks.check_no_module([params], checks.MODULES_ACROSS_CALLS)
         check_arrays("Parameters", params, NOT_ARRAYS)
         params = jax.tree.map(jnp.asarray, params)
@@ -80,27 +79,25 @@ class Step:
         return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
 
     def closes(self, state: Tree, flush: Any) -> Flag | None:
-        """Returns whether this micro-step closes its window, as far as anyone has said it."""
+        """Whether this micro-step closes its window; None if nobody has said it."""
         return None if flush is None else flags.known(schedules.as_flush(flush))
 
     def inner_state(self, state: Tree) -> Tree:
-        """Returns the state of the inner optimizer."""
         return state
 
     def space(self, state: Tree, call: Call) -> Space:
-        """Returns where the micro-batch is differentiated; raises for a state that is not of there."""
+        """The space in which the micro-batch is differentiated; raises for a state from another space."""
         return Space()
 
     def weighed(self, space: Space, weight: Any, state: Tree) -> Any:
-        """Converts a weight for this space."""
         return weight
 
     def why_not_in_place(self, state: Tree) -> str | None:
-        """Returns why a backward pass cannot add to an accumulator; None if it can."""
+        """Why a backward pass cannot add to an accumulator; None if it can."""
         return "it does not accumulate"
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Returns the parameters and the state after the micro-batch."""
+        """The parameters and the state after the micro-batch."""
         named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
         check_no_other_window(state, "value_and_apply_gradients")
         counted, factor = {"weight": done.weight} if named else {"rows": int(done.weight)}, 1.0
@@ -111,7 +108,7 @@ class Step:
         return apply_gradients(self.inner, grads, state, params, **extra_args)
 
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
-        """Binds the arguments of `fun`, those that are given by keyword too; the other keywords are the optimizer's."""
+        """Binds the arguments of `fun`, also those given by keyword; the other keywords are the optimizer's."""
         signature, names = self.roles.signature, keywords.names
         if both := sorted(names & self._of_inner & signature.keywords_after(len(args))):
             raise TypeError(
@@ -125,7 +122,7 @@ class Step:
         return call, keywords._replace(extra_args=rest)
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
-        """Adds how much the micro-batch counts in the mean of a window inside the optimizer, as its loss tells."""
+        """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
         said = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
         if self.reads is None or said or not call.batch or not any(map(holds_sum, states_in(state))):
             return keywords
@@ -151,7 +148,7 @@ class Step:
             )
 
     def _check(self, call: Call, *, weighted: bool) -> None:
-        """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""
+        """Raises for a batch without rows or with unequal ones, and for arguments that micro-batches share unasked."""
         batch = call[call.batch]
         has_rows = any(map(rows.is_split, jax.tree.leaves(batch)))
         if call.batch and not (has_rows or weighted):
@@ -162,7 +159,7 @@ class Step:
         call.check_shared(rows.count_rows(batch) if has_rows else None)
 
     def _acc(self, state: Tree) -> Tree | None:
-        """Returns the accumulator that a backward pass may add to, or None."""
+        """The accumulator that a backward pass may add to; None if it may not."""
         why_not = self.why_not_in_place(state)
         if self.loss.in_place and why_not:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")

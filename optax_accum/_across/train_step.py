@@ -189,7 +189,7 @@ def value_and_apply_gradients(
 
 
 def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
-    """Returns what reads off a loss how its micro-batch is weighed; a sum weighs none."""
+    """A function that reads off a loss how its micro-batch is weighed; a sum is only checked."""
 
     def read(call: Call, *, takes_a_sum: bool) -> ByWeight | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read

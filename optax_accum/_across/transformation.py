@@ -225,12 +225,12 @@ class Accumulating(optax.GradientTransformationExtraArgs):
 
 
 def rules_of(tx: Any) -> WindowRules | None:
-    """Returns the rules of a transformation that `accumulate_gradients` made, else None."""
+    """The rules of a transformation that `accumulate_gradients` made; None for another, such as a chain."""
     return tx.rules if isinstance(tx, Accumulating) else None
 
 
 def axes_of(tx: Any) -> Axes:
-    """Returns the axes over which this transformation reduces, as far as it tells: a chain does not."""
+    """The axes over which this transformation reduces; () if it does not tell, as a chain."""
     rules = rules_of(tx)
     return rules.devices.axes if rules else ()
 
@@ -277,7 +277,7 @@ def update(
     check_arrays("Gradients", grads, NOT_GRADIENTS)
     space = here(rules.devices)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
-    if not isinstance(rows, jax.Array):  # what a loss divides by
+    if not isinstance(rows, jax.Array):  # an array is the denominator of a loss
         rows = checks.as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
     batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)

@@ -42,7 +42,7 @@ class WindowRules:
 
 
 class MicroBatch(NamedTuple):
-    """The inputs of a micro-step, as the space lets them in."""
+    """The inputs of a micro-step, converted for its space."""
 
     grads: Tree  # the gradient, or, if a backward pass has added it, a stand-in of its shapes and dtypes
     weight: Weight
@@ -61,7 +61,7 @@ class Window(NamedTuple):
     counts: Flag  # whether the micro-batch is a micro-step
 
     def with_left(self, fields: dict[str, Any]) -> AccumulationState:
-        """Takes out of the fields the buffer that a closed window leaves, if any, and returns the state with it."""
+        """Moves the buffer of a closed window, if there is one, from the fields to the state."""
         left = fields.pop("acc_grads", None)
         return self.state if left is None else self.accumulator.with_sum(self.state, left)
 
@@ -75,7 +75,6 @@ def weighed(rules: WindowRules, space: Space, weight: Any, state: AccumulationSt
 def micro_step(
     rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None, outcome: Outcome
 ) -> tuple[Tree, AccumulationState]:
-    """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
     closes = on_host.closes(rules.schedule, rules.policy, state, batch.flush)
     given, state = state, on_host.plain(state)
@@ -143,7 +142,7 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
 
 @jax.named_scope("optax_accum.add")
 def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
-    """Returns whether a window that closes makes an update: can its sum be divided, and does its policy accept it."""
+    """Whether a window that closes makes an update: its sum can be divided, and its policy accepts it."""
     divides = rules.divisor.divides(space.total(window.weight))
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     brings = True
@@ -166,7 +165,7 @@ def close(
 ) -> tuple[Tree, dict[str, Any]]:
     """Reduces the window, once, and calls the inner optimizer with its mean, or sum.
 
-    Returns the result of the updates, and the fields of the state that change when a window emits.
+    With the result it returns the fields of the state that change when a window emits.
     """
     state = window.state
     weight = space.total(window.weight)
@@ -182,7 +181,7 @@ def close(
 
 
 def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -> dict[str, Tree]:
-    """Returns what `grad` is for the inner optimizer: a line search is given its gradient twice, once by that name."""
+    """The `grad` argument of a line search, which gets its gradient twice; {} if the caller's is no gradient."""
     given = extra_args.get("grad")
     if jax.tree.structure(given) != jax.tree.structure(like):
         return {}
@@ -195,12 +194,10 @@ def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -
 def leave_open(
     space: Space, window: Window, outcome: Outcome, emit: Callable[[], tuple[Tree, dict[str, Any]]]
 ) -> tuple[Tree, dict[str, Any]]:
-    """Returns the result of a window that goes on, and its state fields, unchanged."""
     return outcome.of_none(emit), outcomes.fields_of(window.state) | space.held(window.total)
 
 
 def check_state(state: Any) -> None:
-    """Raises unless the state is one of ours."""
     if not isinstance(state, AccumulationState):
         remedy = (
             "The order is tx.update(grads, state, params), apply_gradients(tx, grads, state, params), and in "

@@ -25,9 +25,9 @@ def contribution(
     inside: Inside | None = None,
     scale: float = 1.0,
 ) -> tuple[jax.Array, "Backward", Parts]:
-    """Differentiates a micro-batch: returns its loss [] as it is weighed, its backward pass, and what `fun` returned.
+    """Differentiates a micro-batch: returns its weighed loss [], its backward pass, and the parts of `fun`'s result.
 
-    `inside` tells how gradients are added inside the backward pass, if they are. They come `scale` times as large.
+    `inside`: how gradients are added inside the backward pass; None if they are not. They are multiplied by `scale`.
     """
 
     def scaled(params: Tree) -> tuple[jax.Array, Parts]:
@@ -48,7 +48,6 @@ class Backward:
         self.grads: Tree | None = None  # once they are written
 
     def gradient(self) -> Tree:
-        """Returns the gradient; asked twice, the same."""
         if self.grads is None:
             (self.grads,) = self.backward(self.cotangent)
         return self.grads
@@ -56,7 +55,7 @@ class Backward:
     def add_to(self, refs: Sequence[Any], weight: Weight = 1.0) -> list[jax.Array]:
         """Adds `weight` times the gradient to the references of the inexact parameters, where each part of it arises.
 
-        Returns `|g|^2` of each, without the weight, if somebody asked.
+        Returns the unweighted `|g|^2` of each, if these are measured.
         """
         assert self.inside is not None
         scales = self.inside.factor is None
@@ -87,17 +86,17 @@ def add_to(
     vary: Callable[[Tree], Tree],
     together: bool = False,
 ) -> tuple[Tree, list[jax.Array], Any]:
-    """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what else `run` returns.
+    """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and the rest of `run`'s result.
 
-    What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. Where devices run
-    `together` it is run, and left out, by the weight as a factor of `inside`. A weight that only the loss tells is no
-    such factor: a second accumulator then has the sum without it. `vary` is `device.vary`.
+    A micro-batch of weight 0 is not run, for its loss is often 0 / 0: the rest is zeros. Where devices run `together`,
+    it is run, and the weight, as the factor of `inside`, drops its gradient. The weight of a Ratio cannot be that
+    factor: a second accumulator then has the sum without the gradient. `vary` is `device.vary`.
     """
 
     def begun() -> Tree:
         if inside:
             return compilers.zeroed(acc, first)
-        return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # has a derivative
+        return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # differentiable
 
     start = begun() if inside else acc
 
@@ -137,8 +136,8 @@ def add_last(
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Adds the last gradient of a window, in a backward pass that also adds each sum over the devices: see `add_to`.
 
-    It is run whatever it weighs, for devices add a sum together. `finish` is, for each leaf, what is to become of the
-    sum. Where only a loss that has run tells its weight, `weight` is None, and comes last of what `run` returns.
+    It is run whatever its weight, for devices add a sum together. `finish`: one function per leaf, as in `Total`. For a
+    Ratio pass `weight=None`; the result of `run` then has its weight last.
     """
     refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
     counts_ref: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else flags.known(weight != 0)
@@ -154,13 +153,10 @@ def add_last(
 
 
 def _where(counts: Flag, tree: Tree) -> Tree:
-    """Returns a tree where it counts, and else zeros."""
     return flags.selected(counts, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 def with_backward_pass(program: Any) -> Any:
-    """Returns a traced program with its backward pass."""
-
     def run(*values: Any) -> Any:
         results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
         return results, backward([zero(result) for result in results])

@@ -28,7 +28,7 @@ from optax_accum._loss.sinks import Lent, used
 
 
 def run(traced: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced program, with its constants or without, of which some values are `Lent`."""
+    """Evaluates a traced program, with its constants or without, in which some values are `Lent`."""
     program, consts = compilers.opened(traced)
     uses = collections.Counter(var for equation in program.eqns for var in operands(equation))
     uses.update(atom for atom in program.outvars if not isinstance(atom, core.Literal))
@@ -63,9 +63,9 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     consts, narrow = zip(*map(_shared, values[:num_consts]), strict=True) if num_consts else ((), ())
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
-    # Before JAX 0.11, of what has a gradient that which has a reference must come first: as this dict is sorted.
+    # Before JAX 0.11, operands with references must come before others with a gradient: the keys of this dict sort so.
     scanned = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
-    slices, filled = parted(scanned, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all iterations
+    slices, filled = parted(scanned, lambda leaf: jnp.ndim(leaf) > 0)  # all iterations share a scalar
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         turn = filled(slices)
@@ -79,7 +79,7 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _used_if_twice(values: Sequence[Any]) -> list[Any]:
-    """Returns operands of which none has the sink of another: a scan does not add to one in two ways."""
+    """Uses parameters that are operands twice, so that no two share a sink: a scan does not add to one in two ways."""
     sinks = collections.Counter(id(value.sink.grad) for value in values if isinstance(value, Lent))
     before: dict[int, Any] = {}
 
@@ -92,7 +92,7 @@ def _used_if_twice(values: Sequence[Any]) -> list[Any]:
 
 
 def _shared(value: Any) -> tuple[Any, Any]:
-    """Returns the constants of a scan, each with the dtype that its body casts it to, if any.
+    """A constant of a scan, with the dtype that the body casts it to, if any.
 
     If the whole gradient is needed at once, JAX adds the iterations' gradients: cast up first, to the sink's dtype.
     """
@@ -123,8 +123,8 @@ def _checkpoint(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """A branch is followed where JAX adds to a reference in it: any other gradient it returns, as wide as the sink."""
-    if equation.params.get("branches_platforms"):  # it is the compiler that chooses
+    """Follows references, to which JAX adds in a branch; a branch would return other gradients, as wide as the sink."""
+    if equation.params.get("branches_platforms"):  # the compiler chooses the branch
         return _end(equation, values)
 
     def goes_in(value: Any) -> Any:
@@ -139,7 +139,7 @@ def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """A cast down is followed: the parameter's gradient is the cast value's, cast up."""
+    """Follows a cast down: the parameter's gradient is the cast value's, cast up."""
     if not is_cast_down(equation):
         return _end(equation, values)
     (value,) = values
@@ -147,7 +147,7 @@ def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """A slice is followed where JAX adds to a slice of a reference, which it does not clamp as it does the slice."""
+    """Follows a slice if JAX adds to slices of references. JAX clamps none of those, so the starts are clamped here."""
     value, *starts = values
     if not isinstance(value, Lent) or not value.has_slices:
         return _end(equation, values)
@@ -160,7 +160,7 @@ def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _clamped(equation: Any, starts: Sequence[Any]) -> Sequence[Any]:
-    """Returns where a dynamic slice starts that would reach beyond its array."""
+    """The starts of a dynamic slice, moved so that the slice stays inside its array."""
     sizes = zip(equation.invars[0].aval.shape, equation.params["slice_sizes"], strict=True)
     wide = [start.astype(jnp.int32) if start.dtype.itemsize < 4 else start for start in map(jnp.asarray, starts)]
     return [jnp.clip(start, 0, size - length) for start, (size, length) in zip(wide, sizes, strict=True)]
@@ -182,7 +182,7 @@ if compilers.ADDS_IN_BRANCHES:
 
 
 def casts(program: Any) -> list[bool]:
-    """Returns which of the inputs of a traced program are cast down before it comes to a loop."""
+    """Which inputs of a traced program are cast down before they reach a loop."""
     cast: set[Any] = set()
     for equation in program.eqns:
         name = equation.primitive.name
@@ -194,10 +194,10 @@ def casts(program: Any) -> list[bool]:
 
 
 def breaks(program: Any) -> list[bool]:
-    """Returns for which inputs of a traced program JAX fails to differentiate with references, or does so wrongly.
+    """For which inputs of a traced program JAX fails to differentiate with references, or does so wrongly.
 
     A scan that takes one array in two ways, say scanned over and closed over; a scan of length 0; a barrier; a slice
-    that may be clamped. What has a sink is used before it comes to the first three, and is clamped before the last.
+    that may be clamped. A parameter with a sink is used before the first three, and clamped before the last.
     """
     broken: set[Any] = set()
     for equation in reversed(program.eqns):
@@ -208,19 +208,19 @@ def breaks(program: Any) -> list[bool]:
             broken.update(operands(equation))
         elif name in FOLLOW and programs:
             broken.update(var for var, inside in _inside(equation, breaks) if any(inside))
-        elif name in FOLLOW and equation.outvars[0] in broken:  # what goes in is what comes out
+        elif name in FOLLOW and equation.outvars[0] in broken:  # a cast or a slice
             broken.update(operands(equation)[:1])
     return [var in broken for var in program.invars]
 
 
 def _breaks_here(equation: Any) -> bool:
-    """Returns whether an equation breaks whatever it takes; a scan of length 0 slices an array without rows."""
+    """Whether an equation breaks for any operands; a scan of length 0 slices an array without rows."""
     empty = equation.primitive.name == "scan" and not equation.params["length"]
     return is_barrier(equation) or may_be_clamped(equation) or empty
 
 
 def _breaks_any(program: Any) -> bool:
-    """Returns whether a program holds an equation that breaks, or hands one array twice to an inner program."""
+    """Whether a program holds an equation that breaks, or hands one array twice to an inner program."""
 
     def twice(variables: Any) -> Any:
         return len(set(variables)) < len(variables)
@@ -232,9 +232,9 @@ def _breaks_any(program: Any) -> bool:
 
 
 def leave_whole(program: Any, into_branches: bool = True) -> list[str | None]:
-    """Returns for each input of a traced program the function that its gradient leaves as a whole, if there is one.
+    """For each input of a traced program, the function from which its gradient comes as a whole, or None.
 
-    That is one that takes a function, and that sinks do not go into: inside a checkpoint they go into no branches.
+    Such a function takes functions, and sinks do not go into it: inside a checkpoint they go into no branches.
     """
     left_by: dict[Any, str | None] = {}
     for equation in reversed(program.eqns):
@@ -243,7 +243,7 @@ def leave_whole(program: Any, into_branches: bool = True) -> list[str | None]:
         if followed and programs:
             asked = functools.partial(leave_whole, into_branches=into_branches and not is_checkpoint(equation))
             pairs = [(var, next(filter(None, inside), None)) for var, inside in _inside(equation, asked)]
-        elif followed:  # what goes in is what comes out
+        elif followed:  # a cast or a slice
             pairs = [(var, left_by.get(equation.outvars[0])) for var in operands(equation)[:1]]
         else:
             pairs = [(var, name if programs else None) for var in operands(equation)]
@@ -252,7 +252,7 @@ def leave_whole(program: Any, into_branches: bool = True) -> list[str | None]:
 
 
 def _inside(equation: Any, asked: Callable[[Any], Sequence[Any]]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns each variable that goes into programs inside an equation, with the answer of each program."""
+    """Each variable that goes into programs inside an equation, with the answer of each program."""
     programs = list(inner_programs(equation))
     atoms = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
     pairs = zip(atoms, zip(*map(asked, programs), strict=True), strict=True) if programs else ()

@@ -26,7 +26,7 @@ class Targets(NamedTuple):
     """The inputs by which a loss is differentiated, so that the backward pass adds its gradients."""
 
     leaves: list[Any]  # of each inexact parameter: itself, or its sink
-    squares: Sequence[Any]  # what takes |g|^2 of each, or nothing
+    squares: Sequence[Any]  # of each, takes |g|^2; empty if nothing is measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Inside:
 
     Attributes:
       sunk: for each inexact parameter the dtype of its sink, or None where it is differentiated itself.
-      squares: zeros for `|g|^2` of each: [], or [n] with one number for each slice; empty if nobody asks.
-      factor: what each gradient is multiplied by where it arises; None if the loss is scaled instead.
+      squares: zeros for `|g|^2` of each: [], or [n] with one number for each slice; empty if nothing is measured.
+      factor: multiplies each gradient where it arises; None if the loss is scaled instead.
       totals: the accumulators, if this is their last gradient.
     """
 
@@ -46,13 +46,11 @@ class Inside:
     totals: Sequence[Total] = ()
 
     def last(self, refs: Sequence[Any], finish: Sequence[Finish], counts: Any) -> "Inside":
-        """Returns how the last gradient is added, if it counts (see `Total`): where it arises, the sum is finished."""
+        """How the last gradient is added, if it counts (see `Total`): where it arises, the sum is finished."""
         totals = [Total(ref, finished, counts) for ref, finished in zip(refs, finish, strict=True)]
         return dataclasses.replace(self, sunk=tuple(jnp.dtype(ref.dtype) for ref in refs), totals=totals)
 
     def targets(self, params: Tree) -> Targets:
-        """Returns the inputs that the loss is differentiated by."""
-
         def shape(param: Any) -> Any:
             return () if self.totals else jnp.shape(param)
 
@@ -63,7 +61,7 @@ class Inside:
         return Targets(leaves, list(self.squares))
 
     def through(self, fun: Callable[[Tree], Any], params: Tree) -> Callable[[Targets], Any]:
-        """Returns `fun(params)` as a function of the targets."""
+        """`fun(params)` as a function of the targets."""
         inexact, filled = parted(params, is_inexact)
         if all(dtype is None for dtype in self.sunk):
             return lambda targets: fun(filled(targets.leaves))
@@ -93,10 +91,9 @@ def added_inside(
     factor: Weight | None = None,
     unless: str | None = None,
 ) -> Inside | None:
-    """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
+    """How gradients are added inside the backward pass; None if they are not, an error if that is `asked`.
 
-    `weighing` is how the loss is weighed; `squares` and `factor` are as
-    in `Inside`; `unless` is why they are not to be.
+    `squares` and `factor` are as in `Inside`; `unless` is a reason not to.
     """
     path = matching.narrower(params, acc)
     why_not = compilers.why_not_in_place()
@@ -132,19 +129,17 @@ def added_inside(
 
 
 def _forgets_mesh(loss: Traced, accumulators: Tree) -> bool:
-    """Returns whether a loss has arrays on an Explicit mesh, and some of the accumulators are on none."""
+    """Whether a loss has arrays on an Explicit mesh, and some accumulators are on none."""
     types = (var.aval for equation in loss.equations for var in equation.outvars)
     without = any(compilers.explicit_mesh(jax.typeof(leaf)) is None for leaf in jax.tree.leaves(accumulators))
     return without and any(compilers.explicit_mesh(kind) is not None for kind in types)
 
 
 def log_after(reason: str) -> None:
-    """Tells who asks why gradients are added after the backward pass."""
     _log.info("Gradients are added after the backward pass, as a tree: %s.", reason)
 
 
 def _log_inside(params: Tree, loss: Traced) -> None:
-    """Tells who asks where gradients are added inside the backward pass."""
     if not _log.isEnabledFor(logging.INFO):
         return
     pairs = zip(by_path(params, ""), follow.leave_whole(loss.jaxpr), strict=True)

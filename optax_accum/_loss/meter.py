@@ -41,46 +41,45 @@ class Options:
 class Meter:
     """Measures gradients. This base class measures nothing."""
 
-    fields: tuple[str, ...] = ()  # of the state, that it fills
+    fields: tuple[str, ...] = ()  # of the state, filled by this meter
     measures = False  # whether gradients are measured
 
     def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> Any:
-        """Returns the sums before the first micro-batch; `scalar()` is an empty one."""
+        """The sums before the first micro-batch; `scalar()` is an empty one."""
         return ()
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        """Returns the initial values of its state fields."""
+        """The initial values of its state fields."""
         return {}
 
     def no_squares(self, params: Tree) -> list[jax.Array]:
-        """Returns zeros for the squares of each leaf that has a gradient, where a backward pass is to take them."""
+        """Zeros for the squares of each leaf that has a gradient, if a backward pass is to take them."""
         return []
 
     def by_group(self, squares: Tree) -> Any:
-        """Returns the squares of groups, from the squares of leaves."""
         return ()
 
     def squares(self, grads: Tree, like: jax.Array) -> Any:
-        """Returns the squares of groups of a gradient that is written: [], or of partial sums like `like`, [d]."""
+        """The squares of groups of a gradient that is written: [], or of partial sums like `like`, [d]."""
         return ()
 
     def sample(self, samples: Any, squares: Any, weight: Any, first: Any) -> Any:
-        """Returns the sums with the squares of a micro-batch's gradient in them, or only these where `first`."""
+        """The sums with the squares of a micro-batch's gradient in them, or only these where `first`."""
         return samples
 
     def learn(self, state: AccumulationState, samples: Any, total: Tree, weight: jax.Array) -> dict[str, Any]:
-        """Returns the new values of its state fields after a window whose gradients add up to `total`."""
+        """The new values of its state fields after a window whose gradients add up to `total`."""
         return {}
 
     def with_statistics(self, value: Any, samples: Any, mean: Tree, weight: jax.Array) -> Any:
-        """Returns the value of a call whose gradient is `mean`, with the statistics if they are measured."""
+        """The value of a call whose gradient is `mean`, with the statistics if they are measured."""
         return value
 
     def refuse(self, why: str) -> None:
-        """Raises an error where gradients cannot be measured, if they are to be."""
+        """Raises an error if gradients are to be measured."""
 
     def warn_of_one_sample(self) -> None:
-        """Warns where each window has one gradient, which tells nothing of noise, if that is to be measured."""
+        """Warns, if noise is to be measured, that each window has one gradient, which tells nothing of noise."""
 
 
 class Counting(Meter):
@@ -131,7 +130,7 @@ class Measuring(Counting):
 
     def learn(self, state: AccumulationState, samples: noise.Samples, total: Tree, weight: jax.Array) -> dict[str, Any]:
         weight = jnp.asarray(weight, state.seen.rest.dtype)
-        squares = self.squares(total, like=weight)  # of the mean, it would be written
+        squares = self.squares(total, like=weight)  # the mean would be written to memory
         squares = jax.tree.map(lambda square: square * arithmetic.reciprocal(weight) ** 2, squares)
         statistics = noise.of_window(samples, squares, weight, state.mini_step)
         learnt = {"statistics": noise.smooth(state.statistics, statistics, self.decay)}
@@ -151,7 +150,7 @@ class Measuring(Counting):
 
 
 def as_meter(statistics: Any, needs: tuple[str, ...] = ()) -> Meter:
-    """Returns the meter for `statistics=`, which also fills the state fields that a schedule needs."""
+    """The meter for `statistics=`, which also fills the state fields that a schedule needs."""
     if not isinstance(statistics, bool | Options):
         raise TypeError(
             f"statistics must be a bool, or optax_accum.statistics.Options: statistics={statistics!r}. Pass True."

@@ -31,7 +31,7 @@ Group = str | Layers
 
 
 def names_of(groups: Tree, params: Tree) -> list[str]:
-    """Returns the names of the groups; of all where parameters have no leaves, as those that Optax's tools make."""
+    """The names of the groups with leaves; all names if parameters have no leaves, as Optax's tools make some."""
     if not jax.tree.leaves(params):
         return [ALL] if groups is None else jax.tree.leaves(groups)
     names: dict[str, Group] = {}
@@ -45,8 +45,8 @@ def names_of(groups: Tree, params: Tree) -> list[str]:
 
 
 def no_squares(groups: Tree, params: Tree) -> list[jax.Array]:
-    """Returns zeros for the squares of each leaf that has a gradient: [], or [n] of so many layers."""
-    leaves: dict[Any, Any] = {}  # those whose squares are of one type begin with the same zeros: to trace is dear
+    """Zeros for the squares of each leaf that has a gradient: [], or [n] for n layers."""
+    leaves: dict[Any, Any] = {}  # squares of one type begin with the same zeros: tracing is slow
     kinds = []
     for group, leaf in _with_group(groups, params):
         kinds.append((jnp.shape(leaf)[:1] if isinstance(group, Layers) else (), compilers.varying_axes(leaf)))
@@ -56,7 +56,7 @@ def no_squares(groups: Tree, params: Tree) -> list[jax.Array]:
 
 
 def squared_norms(groups: Tree, tree: Tree, like: jax.Array) -> ByGroup:
-    """Returns `|g|^2` of each group: one number, or one for each row where `like` is [d], of leaves [d, ...]."""
+    """`|g|^2` of each group: one number, or one for each row where `like` is [d], of leaves [d, ...]."""
 
     def squared_norm(group: Group, leaf: Any) -> jax.Array:
         return arithmetic.squared_norm(jnp.asarray(leaf), like.dtype, like.ndim + isinstance(group, Layers))
@@ -65,12 +65,11 @@ def squared_norms(groups: Tree, tree: Tree, like: jax.Array) -> ByGroup:
 
 
 def by_group(groups: Tree, squares: Tree) -> ByGroup:
-    """Returns the squares of leaves, added by group."""
     return _added(_with_group(groups, squares))
 
 
 def _added(squares: Iterable[tuple[Group, jax.Array]]) -> ByGroup:
-    """Returns the squares of leaves, added by group: [], or [d]; of layers they come with one more axis, the last."""
+    """The squares of leaves, added by group: [], or [d]; squares of layers come with one more axis, the last."""
     sums: ByGroup = {}
     for group, square in squares:
         for layer, name in enumerate(_names(group, square.shape[-1:])):
@@ -80,7 +79,6 @@ def _added(squares: Iterable[tuple[Group, jax.Array]]) -> ByGroup:
 
 
 def _names(group: Group, shape: tuple[int, ...]) -> list[str]:
-    """Returns the names of the groups that a leaf belongs to: one, or one for each of its layers."""
     return [f"{group.name}/{layer}" for layer in range(shape[0])] if isinstance(group, Layers) else [group]
 
 
@@ -118,7 +116,7 @@ class Statistics(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Sums over the window, of each device its own: a gradient with a weight other than 0 is a sample.
+    """Sums over the window, each device's own: a gradient with a weight other than 0 is a sample.
 
     While `mini_step` is 0 they still hold the last window, which the next micro-step overwrites.
     """
@@ -129,7 +127,7 @@ class Samples(NamedTuple):
 
 
 def with_sample(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
-    """Returns the sums with a sample in them, or only this where `first`. What weighs nothing is no sample."""
+    """The sums with a sample in them, or only this where `first`. A gradient of weight 0 is no sample."""
     if squares.keys() != samples.squares.keys():
         raise ValueError(
             f"The groups of statistics must be those of the state: groups={list(squares)}, and the state has "
@@ -144,7 +142,7 @@ def with_sample(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> 
 
 
 def of_window(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
-    """Returns the statistics of one window, with nothing smoothed: unbiased, and zeros where they are not known.
+    """The statistics of one window, with nothing smoothed: unbiased, and zeros where they are not known.
 
     With weights `b_i`, `B = sum b_i`, K samples `g_i`, and `g` their weighted mean,
 
@@ -196,7 +194,6 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
 
 
 def check_decay(decay: float) -> None:
-    """Raises unless this is how much of the old a smoothed estimate may keep."""
     if not 0 <= decay < 1:
         raise ValueError(f"decay must be in [0, 1): decay={decay!r}. Pass 0.99 for about the last 100 windows.")
 
@@ -218,8 +215,6 @@ class NoiseScale(NamedTuple):
 
 
 def noise_scale(statistics: Statistics, group: str | None = None) -> NoiseScale:
-    """Returns noise, signal and their ratio, of one group or of all together."""
-
     def total(parts: Any) -> Any:
         return sum(parts.values()) if group is None else parts[group]
 

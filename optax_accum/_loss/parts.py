@@ -23,11 +23,11 @@ class Returns(NamedTuple):
 
     has_aux: bool = False
     has_carry: bool = False
-    weight_of: Callable[[Any, Any], Any] | None = None  # the weight of a mean, of the loss and the aux
-    what: str = "loss"  # what comes first
+    weight_of: Callable[[Any, Any], Any] | None = None  # `(loss, aux) -> weight` of a mean
+    what: str = "loss"  # the name of the first part, for a message
 
     def parts(self, out: Any) -> Parts:
-        """Takes apart what `fun` returned; a loss that comes with its weight is a `Ratio`."""
+        """Takes the result of `fun` apart; a loss that comes with its weight becomes a `Ratio`."""
         parts = self.taken_apart(out)
 
         def as_float(leaf: Any) -> Any:
@@ -48,7 +48,7 @@ class Returns(NamedTuple):
             raise
 
     def taken_apart(self, out: Any) -> Parts:
-        """Takes apart what `fun` returned, as it is."""
+        """Takes the result of `fun` apart, and changes nothing in it."""
         if not (self.has_aux or self.has_carry):
             return Parts(out)
         if not isinstance(out, tuple) or len(out) != 2:
@@ -68,7 +68,6 @@ class Returns(NamedTuple):
         return Parts(loss, *second)
 
     def joined(self, parts: Parts) -> Any:
-        """Puts together what `parts` took apart."""
         others = (parts.aux, parts.carry)
         if self.has_aux and self.has_carry:
             return parts.loss, others

@@ -138,7 +138,7 @@ _RECORDS: dict[type, tuple[str, str]] = {}  # classes that count as a Ratio, and
 
 
 def as_ratio(loss: Any) -> Any:
-    """Returns a loss in which records of a registered class, one or in a dict, are each a Ratio."""
+    """Turns records of registered classes, one or several in a dict, into Ratios."""
     if type(loss) is dict:
         return {name: as_ratio(term) for name, term in loss.items()}
     names = _attributes(loss)
@@ -152,12 +152,11 @@ def as_ratio(loss: Any) -> Any:
 
 
 def _attributes(node: Any) -> tuple[str, ...]:
-    """Returns the attributes that hold the sum and the count, if the class, or one that it extends, is registered."""
+    """The attributes that hold the sum and the count, if the class, or one that it extends, is registered; else ()."""
     return next((_RECORDS[kind] for kind in type(node).__mro__ if kind in _RECORDS), ())
 
 
 def of_mean(loss: Any, weight: Any) -> Ratio:
-    """Returns a mean with its weight."""
     if isinstance(loss, dict) or is_ratio(loss):
         raise TypeError(
             "weight_of is for a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
@@ -199,37 +198,34 @@ def check_single(loss: Any) -> None:
 
 
 def are_terms(loss: Any) -> bool:
-    """Returns whether this is a dict of Ratios."""
+    """Whether `loss` is a dict of Ratios."""
     return isinstance(loss, dict) and any(map(is_ratio, loss.values()))
 
 
 def is_record(node: Any) -> bool:
-    """Returns whether this is a Ratio, or a record of a class that counts as one."""
+    """Whether `node` is a Ratio, or a record of a class that counts as one."""
     return is_ratio(node) or bool(_attributes(node))
 
 
 def is_ratio(term: Any) -> bool:
-    """Returns whether this is a Ratio."""
     return isinstance(term, Ratio)
 
 
 def checked(loss: Any) -> Any:
-    """Returns a loss with the counts of each Ratio in it checked."""
     return jax.tree.map(lambda term: term.checked() if is_ratio(term) else term, loss, is_leaf=is_ratio)
 
 
 def totals(loss: Any) -> Any:
-    """Returns a loss, or each of its terms, without the count that a Ratio has."""
+    """Replaces each Ratio in a loss by its total."""
     return jax.tree.map(lambda term: term.total if is_ratio(term) else term, loss, is_leaf=is_ratio)
 
 
 def counts(terms: dict[str, Ratio]) -> dict[str, jax.Array]:
-    """Returns the count of each term."""
     return {name: term.checked().count for name, term in terms.items()}
 
 
 def as_number(loss: Any) -> Any:
-    """Returns a loss as one number: a Ratio is divided, and terms are added."""
+    """A loss as one number: a Ratio is divided, and terms are added."""
     return functools.reduce(operator.add, map(_quotient, jax.tree.leaves(loss, is_leaf=is_ratio)))
 
 
@@ -242,12 +238,12 @@ def _quotient(term: Any) -> Any:
 
 
 def dtype_of(loss: Any) -> Any:
-    """Returns the dtype of a loss, or of the sum of its terms."""
+    """The dtype of a loss, or of the sum of its terms."""
     return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(totals(loss))))
 
 
 def reciprocal(count: jax.Array) -> jax.Array:
-    """Returns the reciprocal of a count, 0 of 0, and NaN, which shows, of one that is too large to divide by."""
+    """0 for a count of 0; NaN, which shows, for a count that is too large to divide by."""
     is_empty = count == 0
     factor = jnp.where(is_empty, 0, arithmetic.reciprocal(count))
     nan = np.asarray(np.nan, factor.dtype)  # a constant: `jax.debug_nans` sees what an operation returns
@@ -255,7 +251,7 @@ def reciprocal(count: jax.Array) -> jax.Array:
 
 
 def divided(totals: Tree, count: jax.Array) -> Tree:
-    """Returns sums divided by a count, [] or with one for each row of leaves [d, ...]; zeros where it is 0.
+    """Sums divided by a count, [] or with one for each row of leaves [d, ...]; zeros where it is 0.
 
     One product with the reciprocal: a division, or a select, would not fuse into the optimizer.
     """

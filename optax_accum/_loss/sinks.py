@@ -22,9 +22,9 @@ class Sink(NamedTuple):
     """Takes the gradient of a parameter.
 
     Attributes:
-      grad: takes the gradient: of the shape of the parameter.
+      grad: takes the gradient: of the shape of the parameter, or [] if a `Total` takes it.
       square: takes `|g|^2`: [], or [n] with one number for each slice along the first axis; or None.
-      factor: [], what the gradient is multiplied by; or None.
+      factor: [], multiplies the gradient; or None.
     """
 
     grad: jax.Array
@@ -32,13 +32,13 @@ class Sink(NamedTuple):
     factor: jax.Array | None = None
 
     def scaled(self, grad: jax.Array) -> jax.Array:
-        """Returns a gradient times the factor; zeros for a factor of 0, whatever the gradient is."""
+        """A gradient times the factor; zeros for a factor of 0, whatever the gradient is."""
         if self.factor is None:
             return grad
         return jnp.where(self.factor == 0, 0, grad * self.factor.astype(grad.dtype))
 
     def taking(self, grad: jax.Array, cotangent: jax.Array) -> "Sink":
-        """Returns its cotangent: what `grad` takes, and the square of the cotangent of the parameter."""
+        """The cotangent of the sink: `grad`, and the square of the parameter's cotangent."""
         like = self.square
         square = None if like is None else arithmetic.squared_norm(cotangent, like.dtype, like.ndim)
         return Sink(grad, square, jax.tree.map(jnp.zeros_like, self.factor))
@@ -49,17 +49,17 @@ class Total:
 
     Attributes:
       ref: holds the sum so far: of the parameter's shape.
-      finish: makes of the whole sum what is to be in its place, such as its sum over devices; or does so with one slice
-        after the other, unless it returns None for one.
-      counts: whether the gradient is added; or a reference that will tell when the backward pass begins.
-      is_finished: whether the backward pass that was traced last does.
+      finish: maps the whole sum to its final value, such as its sum over devices; or does so with one slice after the
+        other, unless it returns None for one.
+      counts: whether the gradient is added; or a reference that holds the answer by the time the backward pass begins.
+      is_finished: whether the backward pass that was traced last has finished the sum.
     """
 
     def __init__(self, ref: Any, finish: Finish, counts: Any):
         self.ref, self._finish, self.counts, self.is_finished = ref, finish, counts, False
 
     def finish(self, total: jax.Array) -> jax.Array:
-        """Returns the whole sum, or a slice of it, finished if it can be."""
+        """The whole sum, or a slice of it, finished if it can be."""
         finished = self._finish(total)
         self.is_finished = finished is not None
         return total if finished is None else finished
@@ -101,7 +101,7 @@ class Lent:
         return compilers.ADDS_TO_SLICES and self.total is None and (square is None or jnp.ndim(square) == 0)
 
     def turned(self, length: int) -> Any:
-        """Returns this as a scan of this length takes it; a reference that Explicit axes shard has no slices."""
+        """Prepares it for a scan of this length; a reference that Explicit axes shard has no slices."""
         if self.total is None:
             return self
         at = (*self.at, jnp.arange(length))
@@ -138,7 +138,7 @@ _use_last.defvjp(lambda finish, param, sink, place: (param, (sink, place)), _tot
 
 
 def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns zeros for a sink of a parameter, which differ between devices where it does."""
+    """Zeros for a sink of a parameter, which differ between devices where the parameter does."""
     if shape == jnp.shape(param):
         zeros = compilers.on_mesh_of(param, jnp.zeros_like(param, dtype=dtype))
     else:  # a lone zero would be a constant, which is of no mesh
@@ -148,7 +148,7 @@ def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def used(value: Any) -> Any:
-    """Returns a value as an equation takes it: a parameter is used here."""
+    """The value for an equation that does not follow sinks: a parameter is used here."""
     if not isinstance(value, Lent):
         return value
     total = value.total

@@ -22,24 +22,23 @@ MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_an
 class Weighing:
     """How much of its loss a micro-batch contributes: the interface of all ways to weigh.
 
-    A micro-batch is named by its index; an index that is a Python integer and the number of full ones names the
-    remainder.
+    A micro-batch is named by its index. The remainder's index is the number of full micro-batches, a Python integer.
     """
 
-    nothing: Any = dataclasses.field(default=(), init=False)  # what is counted before the first micro-batch
+    nothing: Any = dataclasses.field(default=(), init=False)  # the count before the first micro-batch
 
     def scaled(self, loss: Any, index: Index) -> jax.Array:
-        """Returns the micro-batch's part of the whole loss, which is differentiated."""
+        """The micro-batch's part of the whole loss, to be differentiated."""
         raise NotImplementedError
 
     def counted(self, loss: Any) -> Any:
-        """Returns the count that a loss has returned."""
+        """The count that comes with a loss; () without one."""
         return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class ByWeight(Weighing):
-    """A micro-batch of a window, whose weight is known beforehand; `factor` scales its loss beside that."""
+    """A micro-batch of a window, whose weight is known beforehand; `factor` also scales its loss."""
 
     weight: Weight = 1.0
     factor: Weight = 1.0
@@ -51,7 +50,7 @@ class ByWeight(Weighing):
         return self.weight
 
     def value(self, loss: Any) -> Any:
-        """Returns the loss as the user gets it."""
+        """The loss as the user gets it."""
         return loss
 
 
@@ -59,7 +58,7 @@ class ByWeight(Weighing):
 class ByCount(Weighing):
     """A micro-batch of a window whose loss is a `Ratio`: its count is its weight.
 
-    If the loss takes something from other devices, that is the mean over devices.
+    If the loss communicates between devices, its weight is the mean of their counts.
     """
 
     mean_and_factor: MeanAndFactor
@@ -72,7 +71,6 @@ class ByCount(Weighing):
         return self.mean_and_factor(loss.count)[0]
 
     def value(self, loss: ratio.Ratio) -> jax.Array:
-        """Returns the loss as the user gets it: the mean."""
         return ratio.divided(jnp.asarray(loss.total), loss.count)
 
 
@@ -87,7 +85,7 @@ class ByShare(Weighing):
     counts_outputs: ClassVar[bool] = False  # whether `of_output` is a weight, by whose sum outputs are divided
 
     def share(self, index: Index) -> Any:
-        """Returns the share of a micro-batch, or of each term."""
+        """The share of a micro-batch, or of each term."""
         if isinstance(index, int) and index == self.full:
             return self.rest
         return self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
@@ -96,16 +94,16 @@ class ByShare(Weighing):
         return _times(loss, self.share(index))
 
     def of_output(self, loss: Any, index: Index, rows: Any) -> Any:
-        """Returns how much an output counts in the `"mean"` of outputs; `rows` is the micro-batch's number of rows."""
+        """The weight of an output in the `"mean"` of outputs; `rows` is the micro-batch's number of rows."""
         return self.share(index)
 
     def of_sample(self, loss: Any, index: Index) -> jax.Array:
-        """Returns by how much the square of the scaled gradient counts: `w / share^2`; 0 for a share of 0."""
+        """The factor of the scaled gradient's square in the statistics: `w / share^2`; 0 for a share of 0."""
         share = jnp.asarray(self.share(index))
         return jnp.where(share == 0, 0, self.weight * arithmetic.reciprocal(share))
 
     def weight_of(self, counted: Any, devices: int) -> jax.Array:
-        """Returns this device's part of the weight of all micro-batches."""
+        """The part that this device has of the weight of all micro-batches."""
         return jnp.asarray(self.weight / devices)
 
     def finished(self, loss: jax.Array, dtype: Any) -> jax.Array:
@@ -132,7 +130,7 @@ class Terms(ByShare):
 
 @dataclasses.dataclass(frozen=True)
 class ByTerms(Terms):
-    """A sum of means, each with shares of its own; outputs go by rows."""
+    """A sum of means, each with shares of its own; outputs are weighed by rows."""
 
     rows: Any = 1  # of all micro-batches that are run
 
@@ -172,7 +170,7 @@ class ByRatio(ByShare):
 
 @dataclasses.dataclass(frozen=True)
 class ByCounts(Terms):
-    """A sum of `Ratio`s, each with the reciprocal of its count, which the micro-batches were run forward for."""
+    """A sum of `Ratio`s, each times the reciprocal of its count: an earlier forward pass has computed the counts."""
 
     reciprocals: Any = None  # of the sums of counts, by term
 
@@ -182,12 +180,12 @@ class ByCounts(Terms):
 
 
 def divided(sums: Any, counted: Any) -> Any:
-    """Returns sums over all micro-batches, divided by what their losses have counted, if they have."""
+    """Divides sums over all micro-batches by the sum of their counts, if there are counts."""
     return ratio.divided(sums, counted) if jax.tree.leaves(counted) else sums
 
 
 def _times(loss: Any, factor: Any) -> jax.Array:
-    """Returns a loss, or the sum of its terms, times a number, in at least float32.
+    """A loss, or the sum of its terms, times a number, in at least float32.
 
     The backward pass of a loss below 32 bits rounds the number.
     """
