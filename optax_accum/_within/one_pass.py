@@ -29,7 +29,7 @@ class OnePass:
 
     Attributes:
       store: the inputs, and the values that the batch alone decides.
-      before: the equations that take parameters and no rows. They run in the loop, so that their gradient is added there.
+      before: the equations of parameters without rows. They run in the loop, so that their gradient is added there.
       after: the equations that follow the loop.
       known: the cotangents of the loop's results, None where they are zero; None if they depend on the results.
       factor: the place of the sum whose cotangent scales the gradient, and is known only at the end of the loss.
