@@ -49,7 +49,6 @@ def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced program, with its constants."""
     jaxpr, consts = compilers.opened(program)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
 

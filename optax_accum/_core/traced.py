@@ -55,7 +55,6 @@ class Traced:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun`, which gets arrays without values."""
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     run, treedef = core.jaxpr_as_fun(program), jax.tree.structure(shapes)
     return Traced(program, shapes, lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args))))

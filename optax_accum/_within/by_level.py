@@ -93,7 +93,7 @@ def run_once(equation: Equation, levels: Levels, store: Store) -> None:
 
 
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
-    """Evaluates an equation for all rows, of which each device has its own: one that takes them together gathers them."""
+    """Evaluates an equation for all rows, each device for its own; one that takes rows together gathers them."""
     units, device = store.units, store.device
     every = jnp.arange(units.number)
     if kind is Kind.LOCAL:
