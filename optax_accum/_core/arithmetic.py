@@ -15,7 +15,7 @@ from optax_accum._core.types import Flag, Tree, Weight
 
 
 def zeros(params: Tree, dtype: Tree) -> Tree:
-    """Returns an empty accumulator for gradients of `params`; leaves without a gradient get none."""
+    """An empty accumulator for gradients of `params`, with a `MaskedNode` for each leaf without a gradient."""
 
     def empty(param: Any, named: jnp.dtype | None) -> Any:
         param = jnp.asarray(param)
@@ -27,7 +27,7 @@ def zeros(params: Tree, dtype: Tree) -> Tree:
 
 
 def zeros_of(shapes: Tree, zero: float = 0) -> Tree:
-    """Returns zeros of these shapes and dtypes, float0 included."""
+    """Arrays full of `zero`, of these shapes and dtypes, float0 included."""
 
     def fill(leaf: jax.ShapeDtypeStruct) -> Any:
         if is_float0(leaf):
@@ -39,7 +39,7 @@ def zeros_of(shapes: Tree, zero: float = 0) -> Tree:
 
 
 def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag = False) -> Tree:
-    """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
+    """`acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
     The weight is [], or [d] with one for each partial sum of leaves [d, ...]. A weight of zero adds nothing, whatever
     the gradient holds, and so does `skip`: it selects, because `0 * nan` is nan.
@@ -64,7 +64,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag =
 
 
 def divided(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
-    """Returns `acc * factor` in the dtype named, the accumulator's by default, or in the gradients' own.
+    """`acc * factor`, in the accumulator's dtype (for None), the gradients' own (for a string), or the one named.
 
     A mean is a product with one reciprocal: dividing each leaf by a traced scalar would not fuse into the optimizer.
     """
@@ -80,7 +80,7 @@ def divided(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | Non
 
 
 def all_finite(tree: Tree) -> jax.Array:
-    """Returns a bool scalar: no leaf holds a NaN or an infinity.
+    """Whether no leaf holds a NaN or an infinity, as a bool [].
 
     A leaf is finite if its extremes are: unlike `isfinite` of every element, that writes nothing beside the leaf.
     """
@@ -95,24 +95,23 @@ def all_finite(tree: Tree) -> jax.Array:
 
 
 def squared_norm(leaf: jax.Array, dtype: Any, left: int = 0) -> jax.Array:
-    """Returns the sum of squares of a leaf, computed in a dtype, over all axes but the first ones that are left."""
+    """The sum of squares of a leaf, computed in a dtype, over all axes but the first `left`."""
     axes = tuple(range(left, leaf.ndim))
     return functools.reduce(operator.add, [jnp.sum(jnp.square(real.astype(dtype)), axes) for real in _reals(leaf)])
 
 
 def _reals(leaf: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns a leaf of real numbers, or its real and its imaginary part."""
     return (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
 
 
 def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
-    """Returns a leaf times a factor, [] or [d], computed in at least float32, in the dtype named."""
+    """`leaf * factor` in a dtype, computed in at least float32; the factor is [] or [d]."""
     wide = accumulator_dtype(leaf.dtype, None)
     return (leaf.astype(wide) * along_rows(factor, leaf).astype(wide)).astype(dtype)
 
 
 def times(tree: Tree, factor: Weight) -> Tree:
-    """Returns a tree times a number, each leaf in its dtype; the tree itself for a 1 of Python."""
+    """A tree times a number, each leaf in its dtype; the tree itself for a 1.0 of Python."""
 
     def scale(leaf: Any) -> Any:
         leaf = leaf if is_float0(leaf) else jnp.asarray(leaf)
@@ -122,20 +121,20 @@ def times(tree: Tree, factor: Weight) -> Tree:
 
 
 def along_rows(numbers: Any, leaf: jax.Array) -> jax.Array:
-    """Returns one number, or [d] with one for each row of a leaf [d, ...], as they go with the leaf."""
+    """Shapes one number, or [d] with one for each row of a leaf [d, ...], to go with the leaf."""
     numbers = jnp.asarray(numbers)
     return numbers.reshape(numbers.shape + (1,) * (leaf.ndim - numbers.ndim)) if numbers.ndim else numbers
 
 
 def reciprocal(weight: Weight) -> Weight:
-    """Returns `1 / weight`, and 1 for a weight of zero: such a window emits nothing, and must not make a NaN."""
+    """`1 / weight`, and 1 for a weight of zero: such a window makes no update, and must not make a NaN."""
     return 1 / jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else 1 / (weight or 1.0)
 
 
 def divides(weight: Weight) -> Flag:
-    """Returns whether a sum can be divided by this weight: not by 0, nor where the reciprocal is flushed to 0.
+    """Whether a sum can be divided by this weight: not by 0, nor where the reciprocal is flushed to 0.
 
-    A NaN does, and shows.
+    A NaN can, and shows.
     """
     largest = 1 / float(jnp.finfo(jnp.result_type(weight)).tiny)
     is_larger = abs(weight) > largest
@@ -143,7 +142,7 @@ def divides(weight: Weight) -> Flag:
 
 
 def _scale(grad: jax.Array, weight: Weight, counts: Flag) -> jax.Array:
-    """Returns `weight * grad` where it counts, and zeros elsewhere."""
+    """`weight * grad` where it counts, and zeros elsewhere."""
     if isinstance(weight, jax.Array):
         grad = grad * along_rows(weight, grad).astype(grad.dtype)
     elif weight != 1.0:

@@ -26,7 +26,7 @@ def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) 
 
 
 def returned(tree: Tree) -> Tree:
-    """On a TPU, puts an optimization barrier around `tree`, so that a branch really returns what it only reads.
+    """On a TPU, puts an optimization barrier around `tree`, so that a branch really returns a tree that it only reads.
 
     Without, XLA leaves the result out of the branch, reads it early, and keeps it in memory.
     """
@@ -57,7 +57,7 @@ NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
 
 
 def zeroed(tree: Tree, first: jax.Array) -> Tree:
-    """Returns zeros where `first`, else the tree as it is, where references are to take it: in place, once a window."""
+    """Zeros where `first`, else the tree as it is; for references that take it: in place, once a window."""
     turns = first.astype(jnp.int32)
 
     def zeros(leaf: Any) -> Any:
@@ -67,25 +67,25 @@ def zeroed(tree: Tree, first: jax.Array) -> Tree:
 
 
 def explicit_mesh(kind: Any) -> Any:
-    """Returns the mesh of a type that tells how an array is sharded, as on Explicit axes; else None."""
+    """The mesh of a type that tells how an array is sharded, as on Explicit axes; else None."""
     mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
     return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
 def explicit_sharding(leaf: Any) -> Any:
-    """Returns the sharding over Explicit axes that the type of an array tells; else None."""
+    """The sharding over Explicit axes that the type of an array tells; else None."""
     kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else leaf
     return None if explicit_mesh(kind) is None else kind.sharding
 
 
 def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
-    """Returns an array on the Explicit axes that a type names."""
+    """Puts an array on the Explicit axes that a type names."""
     sharding = explicit_sharding(kind)
     return leaf if sharding is None else jax.sharding.reshard(leaf, sharding)
 
 
 def reshaped(leaf: jax.Array, *shape: int) -> jax.Array:
-    """Does what `reshape` does; JAX 0.9 splits no axis over Explicit axes beside an axis of one."""
+    """Like `reshape`; JAX 0.9 splits no axis over Explicit axes beside an axis of one."""
     if explicit_sharding(leaf) is None or 1 not in (*leaf.shape, *shape):
         return leaf.reshape(shape)
     leaf = jax.lax.squeeze(leaf, [axis for axis, size in enumerate(leaf.shape) if size == 1])
@@ -94,14 +94,14 @@ def reshaped(leaf: jax.Array, *shape: int) -> jax.Array:
 
 
 def on_mesh_of(leaf: Any, zeros: jax.Array) -> jax.Array:
-    """Returns zeros of the shape of a leaf on its Explicit mesh, which JAX forgets where no `jax.set_mesh` says it."""
+    """Puts zeros of the shape of a leaf on its Explicit mesh, which JAX forgets where no `jax.set_mesh` says it."""
     kind = jax.typeof(leaf)
     forgotten = explicit_mesh(kind) is not None and explicit_mesh(jax.typeof(zeros)) is None
     return jax.sharding.reshard(zeros, kind.sharding) if forgotten else zeros
 
 
 def ready_together(*trees: Tree) -> tuple[Tree, ...]:
-    """Returns the trees, none of which is used before all are there."""
+    """The same trees, none of which is used before all are there."""
     if versions.JAX >= (0, 11, 2):
         return jax.lax.optimization_barrier(trees)
     leaves, treedef = jax.tree.flatten(trees)
@@ -131,13 +131,13 @@ _ready_together.defjvp(_moves_together, symbolic_zeros=True)
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Returns whether the type of an array tells that it is sharded, as on Explicit axes."""
+    """Whether the type of an array tells that it is sharded, as on Explicit axes."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     return any(getattr(sharding, "spec", ()))
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:
-    """Returns values that are finite if and only if the array is: one reduction, if a CPU writes no magnitudes."""
+    """Values that are finite if and only if the array is: one reduction, if a CPU writes no magnitudes, else two."""
     if versions.JAX >= (0, 10, 2):
         return [jnp.max(jnp.abs(real))]
     return [jnp.max(real), jnp.min(real)]
@@ -147,7 +147,7 @@ def extremes(real: jax.Array) -> list[jax.Array]:
 
 
 def why_not_in_place() -> str | None:
-    """Returns why JAX cannot add a gradient inside the backward pass; None where it can."""
+    """Why JAX cannot add a gradient inside the backward pass; None where it can."""
     if versions.JAX < versions.REFERENCES:
         needed = versions.text(versions.REFERENCES)
         return f"needs JAX {needed} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
@@ -155,7 +155,7 @@ def why_not_in_place() -> str | None:
 
 
 def is_reference(leaf: Any) -> bool:
-    """Returns whether a leaf is a reference, which no function can return; `jax.Ref` does not tell before JAX 0.8."""
+    """Whether a leaf is a reference, which no function can return; `jax.Ref` does not tell before JAX 0.8."""
     return hasattr(jax, "Ref") and type(jax.typeof(leaf)).__name__ == "AbstractRef"
 
 
@@ -167,7 +167,7 @@ OVERLAPS = versions.JAX >= (0, 11, 0)
 
 
 def lacks_overlap() -> str | None:
-    """Returns the JAX that a backward pass needs to add gradients over devices; None where it is this one."""
+    """The JAX that a backward pass needs to add gradients over devices; None where it is this one."""
     return None if OVERLAPS else "JAX 0.11"
 
 
@@ -175,12 +175,12 @@ def lacks_overlap() -> str | None:
 
 
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the program inside an equation, and its constants."""
+    """The program inside an equation, and its constants."""
     return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
 
 
 def sizes_of_scan(equation: Any) -> tuple[int, int]:
-    """Returns how many operands of a `scan` are constants, and how many are carried."""
+    """The number of constants among the operands of a `scan`, and the number of carried values."""
     if "num_consts" in equation.params:
         return equation.params["num_consts"], equation.params["num_carry"]
     consts, carry, _ = equation.params["ft_in"].unpack()
@@ -188,7 +188,7 @@ def sizes_of_scan(equation: Any) -> tuple[int, int]:
 
 
 def is_plain_jit(equation: Any) -> bool:
-    """Returns whether a `jit` says nothing of shardings, so that what it calls may be called instead."""
+    """Whether a `jit` says nothing of shardings, so that its function may be called instead."""
     named = (*equation.params["in_shardings"], *equation.params["out_shardings"])
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in named)
 
@@ -211,7 +211,7 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def varying_axes(leaf: Any) -> frozenset[str]:
-    """Returns the axes over which a value inside `jax.shard_map` may differ between devices."""
+    """The axes over which a value inside `jax.shard_map` may differ between devices."""
     if versions.JAX < versions.DEVICES:
         return frozenset()
     kind: Any = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
@@ -222,20 +222,20 @@ KNOWS_DEVICES = versions.JAX >= versions.DEVICES  # whether it is asked for more
 
 
 def mesh_of_type(leaf: Any) -> Any:
-    """Returns the mesh that the type of an array names; None where types name none."""
+    """The mesh that the type of an array names; None where types name none."""
     kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else None
     return getattr(getattr(kind, "sharding", None), "mesh", None)
 
 
 def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
-    """Returns a value as one that may differ between devices along the axes."""
+    """Marks a value as one that may differ between devices along the axes."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(leaf, tuple(axes), to="varying")
     return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
 
 
 def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-    """Returns values as ones that may differ between devices along the axes along which one of them, or of `like`, may.
+    """Marks all values as varying along each axis along which one of them, or of `like`, varies.
 
     An operation takes no others in `jax.shard_map`.
     """
@@ -245,7 +245,7 @@ def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[An
 
 
 def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """Does what `jax.tree.broadcast` does; raises a ValueError where `prefix` is no prefix of `tree`."""
+    """Like `jax.tree.broadcast`; raises a ValueError where `prefix` is no prefix of `tree`."""
     if hasattr(jax.tree, "broadcast"):
         return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
     values: list[Any] = []
@@ -258,12 +258,12 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
 
 
 def running_on(mesh: Any) -> Any:
-    """Returns a context in which a mesh is in reach; an old JAX is asked for one device only, which needs none."""
+    """A context in which a mesh is in reach; an old JAX is asked for one device only, which needs none."""
     return jax.set_mesh(mesh) if versions.JAX >= versions.DEVICES else contextlib.nullcontext()
 
 
 def tracing_on(mesh: Any) -> Any:
-    """Returns a context in which a mesh without devices is in reach."""
+    """A context in which a mesh without devices is in reach."""
     mesh = getattr(mesh, "abstract_mesh", mesh)
     return jax.sharding.use_abstract_mesh(mesh) if versions.JAX >= versions.DEVICES else contextlib.nullcontext()
 
@@ -279,12 +279,11 @@ def check_concrete(mesh: Any) -> None:
 
 
 def on_host(leaf: Any) -> bool:
-    """Returns whether an array, or a value inside jit, lies in the memory of the host."""
+    """Whether an array, or a value inside jit, lies in the memory of the host."""
     if versions.JAX < versions.HOST or not isinstance(leaf, jax.Array):
         return False
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 def moved(leaf: Any, *, to_host: bool) -> Any:
-    """Returns a leaf in the memory of the host, or of the device."""
     return jax.device_put(leaf, jax.memory.Space.Host if to_host else jax.memory.Space.Device)

@@ -1,8 +1,8 @@
 """Convolutions that a CPU computes fast in loops and branches, too: forward, backward and differentiated again.
 
 XLA's CPU compiler has a fast kernel for convolutions of one form: batch first, channels last, kernels with space first.
-It brings convolutions to that form in the entry computation alone. Those in loops and branches stay as they are, and
-gradients of convolutions are never of that form: each becomes a loop over single numbers.
+It brings convolutions to that form in the entry computation alone. Convolutions in loops and branches stay as they
+are, and gradients of convolutions are never of that form: each becomes a loop over single numbers.
 """
 
 import functools
@@ -23,7 +23,7 @@ PLAIN = jax.lax.conv_general_dilated_p
 
 
 def fast_in_loops(fun: Callable[..., Any], equations: Iterable[Any]) -> Callable[..., Any]:
-    """Returns a function for a loop or a branch with fast convolutions on a CPU.
+    """`fun` for a loop or a branch, with fast convolutions on a CPU.
 
     `equations` come from a trace of `fun`: without a convolution among them, `fun` stays as it is.
     """
@@ -37,7 +37,7 @@ def _convolves(equation: Any) -> bool:
 
 
 def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that is traced, and then runs with fast convolutions."""
+    """`fun`, traced at each call, and run with fast convolutions."""
 
     @functools.wraps(fun)
     def run(*args: Any) -> Any:
@@ -49,7 +49,6 @@ def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced program, with its constants."""
     jaxpr, consts = compilers.opened(program)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
 
@@ -63,13 +62,13 @@ def _run(program: Any, values: Sequence[Any]) -> list[Any]:
 
 
 class Rewriting:
-    """Traced programs with `CONVOLUTION` for each convolution; a program that is there twice is one in the end, too."""
+    """Traced programs with `CONVOLUTION` for each convolution; a program that occurs twice stays one program."""
 
     def __init__(self) -> None:
-        self.done: dict[int, tuple[Any, Any]] = {}  # by identity, with the program whose identity it is
+        self.done: dict[int, tuple[Any, Any]] = {}  # by id, beside the program that has the id
 
     def program(self, program: Any) -> Any:
-        """Returns a program, with its constants or without."""
+        """Rewrites a program, with its constants or without."""
         if id(program) not in self.done:
             jaxpr = compilers.opened(program)[0]
             new = jaxpr.replace(eqns=list(map(self.equation, jaxpr.eqns)))
@@ -77,7 +76,7 @@ class Rewriting:
         return self.done[id(program)][1]
 
     def equation(self, equation: Any) -> Any:
-        """Returns an equation, and the programs inside it."""
+        """Rewrites an equation, and the programs inside it."""
         if not _convolves(equation):
             return equation
         if equation.primitive is PLAIN:
@@ -96,7 +95,7 @@ class Rewriting:
 
 
 def _with_rule(equation: Any, derivative: Callable[[Any], Callable[..., Any]]) -> Any:
-    """Returns a function with a rule, traced, as one equation."""
+    """A call of a function with a rule, traced, as one equation."""
     traced = jax.make_jaxpr(jax.jit(derivative(equation)))(*(atom.aval for atom in equation.invars))
     (call,) = traced.jaxpr.eqns
     return equation if traced.consts else call.replace(invars=equation.invars, outvars=equation.outvars)
@@ -164,7 +163,7 @@ def _filled(moving: Sequence[Any], like: Sequence[Any], moves: Sequence[bool]) -
     )
 
 
-# The convolution: all that JAX knows of its own, but how a CPU lowers it
+# The convolution: JAX's rules for its own, and another lowering on a CPU
 
 
 def _plain(*operands: Any, **params: Any) -> Any:
@@ -172,7 +171,7 @@ def _plain(*operands: Any, **params: Any) -> Any:
 
 
 def _canonical(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Returns a convolution as a CPU has a kernel for it."""
+    """The convolution in the form for which a CPU has a kernel."""
     numbers, rank = params["dimension_numbers"], lhs.ndim
     batch, channels, *space = numbers.lhs_spec
     outs, ins, *window = numbers.rhs_spec
@@ -187,21 +186,21 @@ def _canonical(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _of_left(cotangent: jax.Array, lhs: Any, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Returns the cotangent of the array that is convolved."""
+    """The cotangent of the array that is convolved."""
     rule = functools.partial(ad.primitive_transposes[PLAIN], **params)
     unknown = ad.UndefinedPrimal(lhs.aval)
     return _rewritten(lambda cotangent, rhs: rule(cotangent, unknown, rhs)[0])(cotangent, rhs)
 
 
 def _of_right(cotangent: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
-    """Returns the cotangent of the kernels."""
+    """The cotangent of the kernels."""
     rule = functools.partial(ad.primitive_transposes[PLAIN], **params)
     unknown = ad.UndefinedPrimal(rhs.aval)
     return _rewritten(lambda cotangent, lhs: rule(cotangent, lhs, unknown)[1])(cotangent, lhs)
 
 
 def _batched(operands: Sequence[Any], along: Sequence[int | None], **params: Any) -> tuple[Any, int]:
-    """Returns many convolutions, as JAX computes them together, and the axis along which they are."""
+    """Many convolutions, as JAX computes them together, and the axis along which they are."""
     batch, channels, *_ = params["dimension_numbers"].out_spec
     axis = batch if along[1] is None else channels  # as JAX has it
     together = jax.vmap(functools.partial(_plain, **params), in_axes=tuple(along), out_axes=axis)
@@ -209,7 +208,7 @@ def _batched(operands: Sequence[Any], along: Sequence[int | None], **params: Any
 
 
 def _convolution() -> Any:
-    primitive = core.Primitive(PLAIN.name)  # so that who looks a primitive up by its name finds the same
+    primitive = core.Primitive(PLAIN.name)  # so that a lookup by name finds both
     primitive.def_impl(_plain)
     primitive.def_abstract_eval(lambda *operands, **params: PLAIN.abstract_eval(*operands, **params)[0])
     ad.defbilinear(primitive, _of_left, _of_right)

@@ -11,7 +11,7 @@ from optax_accum._core.types import Tree
 
 
 def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
-    """Returns `named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
+    """`named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
     real = jnp.finfo(dtype).dtype
     if named is None:
         named = jnp.dtype(real if jnp.finfo(real).bits >= 32 else jnp.float32)
@@ -21,13 +21,13 @@ def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
 
 
 def named_dtypes(dtype: Tree, params: Tree) -> Tree:
-    """Returns the dtype named for each leaf, or None: `dtype` is a prefix of the tree of the parameters."""
+    """The dtype named for each leaf, or None: `dtype` is a prefix of the tree of the parameters."""
     remedy = "Name one dtype, or one (or None) for each branch."
     return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
 
 
 def as_gradients(grads: Tree, params: Tree, dtype: Tree) -> Tree:
-    """Returns sums in the dtypes that were named for gradients, else in the parameters' dtypes."""
+    """Sums in the dtypes that were named for gradients, else in the parameters' dtypes."""
 
     def cast(grad: Any, param: Any, named: Any) -> Any:
         if is_float0(grad) or named is not None:
@@ -38,7 +38,7 @@ def as_gradients(grads: Tree, params: Tree, dtype: Tree) -> Tree:
 
 
 def holds(dtype: Any, other: Any) -> bool:
-    """Returns whether a floating-point dtype has each number of another: asking JAX to promote may be an error."""
+    """Whether a floating-point dtype has each number of another: asking JAX to promote may be an error."""
     if jnp.issubdtype(other, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     own, its = jnp.finfo(dtype), jnp.finfo(other)
@@ -46,27 +46,27 @@ def holds(dtype: Any, other: Any) -> bool:
 
 
 def wide(dtype: Any) -> jnp.dtype:
-    """Returns the dtype in which numbers of any dtype are averaged."""
+    """The dtype in which numbers of any dtype are averaged."""
     return accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
 def is_short(dtype: Any) -> bool:
-    """Returns whether a dtype has a shorter range than float32, as float16 has."""
+    """Whether a dtype has a shorter range than float32, as float16 has."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Returns whether sums of numbers of a dtype are in a wider one."""
+    """Whether numbers of a dtype are summed in a wider one."""
     return jnp.issubdtype(dtype, jnp.inexact) and accumulator_dtype(dtype, None) != dtype
 
 
 def lowest(dtype: Any) -> Any:
-    """Returns the lowest number of a dtype: minus infinity, if it has one."""
+    """Minus infinity, or the lowest number of a dtype that has none."""
     return _extreme(dtype, -1)
 
 
 def highest(dtype: Any) -> Any:
-    """Returns the highest number of a dtype: infinity, if it has one."""
+    """Infinity, or the highest number of a dtype that has none."""
     return _extreme(dtype, 1)
 
 
@@ -84,12 +84,12 @@ def _extreme(dtype: Any, sign: int) -> Any:
 
 
 def strong(tree: Tree) -> Tree:
-    """Returns `tree` without weak types, which an update would not give back."""
+    """Removes weak types, which an update would not give back."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Returns `tree` in the dtypes of `like`; keys stay as they are, Python numbers become arrays."""
+    """Casts leaves to the dtypes of `like`; keys stay as they are, Python numbers become arrays."""
 
     def cast(leaf: Any, to: Any) -> Any:
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
@@ -100,13 +100,11 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
 
 
 def names_in(tree: Tree) -> str:
-    """Returns the names of the dtypes in `tree`, each once, for a message."""
+    """The names of the dtypes in `tree`, each once, for a message."""
     return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
 
 
 def same(tree: Tree, other: Tree) -> bool:
-    """Returns whether two trees have the same dtypes, leaf by leaf."""
-
     def dtypes_of(tree: Any) -> Any:
         return list(map(jnp.result_type, jax.tree.leaves(tree)))
 
@@ -114,10 +112,10 @@ def same(tree: Tree, other: Tree) -> bool:
 
 
 def is_float0(leaf: Any) -> bool:
-    """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
+    """Whether `leaf` is the gradient that JAX gives to an integer parameter."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def default_float() -> jnp.dtype:
-    """Returns the dtype of weights: float32, or float64 when JAX runs with 64-bit numbers."""
+    """The dtype of weights: float32, or float64 when JAX runs with 64-bit numbers."""
     return jnp.result_type(float)

@@ -30,12 +30,11 @@ def every_equation(equation: Any) -> Iterator[Any]:
 
 
 def operands(equation: Any) -> list[Any]:
-    """Returns the variables that an equation takes: no literals."""
+    """The variables that an equation takes, without literals."""
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
 
 
 def is_cast_down(equation: Any) -> bool:
-    """Returns whether an equation casts to fewer bits."""
     if equation.primitive.name != "convert_element_type":
         return False
     before, after = equation.invars[0].aval.dtype, equation.params["new_dtype"]
@@ -44,12 +43,11 @@ def is_cast_down(equation: Any) -> bool:
 
 
 def is_barrier(equation: Any) -> bool:
-    """Returns whether an equation only orders others."""
     return equation.primitive.name == "optimization_barrier"
 
 
 def may_be_clamped(equation: Any) -> bool:
-    """Returns whether an equation takes a slice of which nobody can tell that it lies inside its array."""
+    """Whether an equation takes a slice that is not known to lie inside its array."""
     if equation.primitive.name != "dynamic_slice":
         return False
     array, *starts = equation.invars
@@ -62,5 +60,4 @@ def may_be_clamped(equation: Any) -> bool:
 
 
 def is_checkpoint(equation: Any) -> bool:
-    """Returns whether an equation is a function that the backward pass runs again."""
     return equation.primitive.name in ("checkpoint", "remat2")

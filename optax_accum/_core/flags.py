@@ -10,31 +10,27 @@ from optax_accum._core.types import Flag
 
 
 def known(flag: Flag) -> Flag:
-    """Returns a Python bool where the value is known: outside `jit`, a branch would be compiled at every call."""
+    """A Python bool where the value is known: outside `jit`, a branch would be compiled at every call."""
     return flag if isinstance(flag, Tracer) else bool(flag)
 
 
 def either(flag: Flag, other: Flag) -> Flag:
-    """Returns whether one of two flags is set: a Python bool where that is known when tracing."""
     if isinstance(flag, bool):
         return flag or other
     return other or flag if isinstance(other, bool) else flag | other
 
 
 def both(flag: Flag, other: Flag) -> Flag:
-    """Returns whether two flags are set: a Python bool where that is known when tracing."""
     if isinstance(flag, bool):
         return flag and other
     return other and flag if isinstance(other, bool) else flag & other
 
 
 def negated(flag: Flag) -> Flag:
-    """Returns the opposite of a flag."""
     return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
 
 
 def selected(flag: Flag, on_true: Any, on_false: Any) -> Any:
-    """Returns one of two trees: the first where the flag is set."""
     if isinstance(flag, bool):
         return on_true if flag else on_false
     return jax.tree.map(lambda leaf, other: jnp.where(flag, leaf, other), on_true, on_false)

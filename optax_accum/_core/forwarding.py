@@ -16,13 +16,13 @@ class OtherTypesError(Exception):
 
 
 class Forwarding(NamedTuple):
-    """A compiled function of a list of trees, which is given only those that it reads.
+    """A compiled function of a list of trees, which is given only the trees that it reads.
 
     Attributes:
       run: `(donated, kept) -> results`, jitted or compiled.
-      donated: takes out of all trees those that the program may overwrite.
-      kept: takes out of all trees the others that it reads.
-      results: takes out of `[*results, *trees]` what the function returns.
+      donated: takes the trees that the program may overwrite out of all trees.
+      kept: takes the other trees that it reads out of all trees.
+      results: takes the results of the function out of `[*results, *trees]`.
     """
 
     run: Any
@@ -39,10 +39,10 @@ class Forwarding(NamedTuple):
 
 
 def forwarding(program: Any, ins: Sequence[Any], outs: Sequence[Any], may_donate: int, name: str) -> Forwarding:
-    """Returns a traced program, jitted, whose inputs and results are the leaves of these trees.
+    """Jits a traced program whose inputs and results are the leaves of these trees.
 
     A tree that the program returns as it came stays where it is: it is not donated, and is no result of the jitted
-    program. Of all others the program may overwrite the first `may_donate`.
+    program. The program may overwrite all others among the first `may_donate`.
     """
     jaxpr, of_inputs, of_results = program.jaxpr, _ranges(ins), _ranges(outs)
     passed = _passed(_sources(jaxpr), ins, outs)
@@ -55,7 +55,7 @@ def forwarding(program: Any, ins: Sequence[Any], outs: Sequence[Any], may_donate
     fun = core.jaxpr_as_fun(program.replace(jaxpr=jaxpr.replace(eqns=live)))
 
     def run(donated_trees: Sequence[Tree], kept_trees: Sequence[Tree]) -> list[Tree]:
-        arrays: list[Any] = [None] * len(jaxpr.invars)  # what no equation reads
+        arrays: list[Any] = [None] * len(jaxpr.invars)  # for inputs that no equation reads
         for number, tree in zip([*donated, *kept], [*donated_trees, *kept_trees], strict=True):
             leaves, treedef = jax.tree.flatten(tree)
             types = [program.in_avals[place] for place in of_inputs[number]]
@@ -72,13 +72,13 @@ def forwarding(program: Any, ins: Sequence[Any], outs: Sequence[Any], may_donate
 
 
 def _ranges(trees: Iterable[Any]) -> list[range]:
-    """Returns the numbers of the leaves of each tree, counted through all trees."""
+    """The numbers of the leaves of each tree, counted through all trees."""
     ends = [0, *itertools.accumulate(tree.num_leaves for tree in trees)]
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def _passed(sources: Sequence[int | None], ins: Sequence[Any], outs: Sequence[Any]) -> dict[int, int]:
-    """Returns for each result that is a whole input its number; of two that are, the second needs memory of its own."""
+    """The input's number for each result that is a whole input; a second result of one input needs its own memory."""
     begins = {leaves.start: number for number, leaves in enumerate(_ranges(ins)) if leaves}
     of_inputs = _ranges(ins)
     passed: dict[int, int] = {}
@@ -93,7 +93,7 @@ def _passed(sources: Sequence[int | None], ins: Sequence[Any], outs: Sequence[An
 
 
 def _sources(jaxpr: Any) -> list[int | None]:
-    """Returns for each result the number of the input that it is, or None; it looks into calls of jitted functions."""
+    """The number of the input that each result is, or None; it looks into calls of jitted functions."""
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
 
     def number_of(atom: Any) -> int | None:
@@ -110,7 +110,7 @@ def _sources(jaxpr: Any) -> list[int | None]:
 
 
 def _live(jaxpr: Any, results: Sequence[Any]) -> tuple[list[Any], set[int]]:
-    """Returns the equations on which results depend, or that have effects, and the numbers of the inputs they read."""
+    """The equations on which results depend, or that have effects, and the numbers of the inputs that they read."""
 
     def is_var(atom: Any) -> bool:
         return not isinstance(atom, core.Literal)
@@ -124,7 +124,7 @@ def _live(jaxpr: Any, results: Sequence[Any]) -> tuple[list[Any], set[int]]:
 
 
 def _takes(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Returns a function that takes the elements at these places out of a list."""
+    """A function that takes the elements at these places out of a list, as a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda found: tuple([found[place] for place in places])

@@ -17,14 +17,14 @@ NOT_GRADIENTS = "Pass what the gradient function returns: jax.grad(loss)(params,
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
+    """Whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype in (np.bool_, jax.dtypes.float0)
     return isinstance(leaf, jax.Array)
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is a random key, or an array of them; of the old style, one key."""
+    """Whether a leaf is a random key, or an array of them; of the old style, one key."""
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
     if dtype is None:
         return False
@@ -36,12 +36,11 @@ def _shape_of_old_keys() -> tuple[int, ...]:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf has a gradient."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def parted(tree: Tree, is_chosen: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Iterable[Any]], Tree]]:
-    """Returns some of the leaves of a tree, and what puts others in their place."""
+    """The chosen leaves of a tree, and a function that puts others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
     chosen = list(map(is_chosen, leaves))
 
@@ -55,7 +54,7 @@ def parted(tree: Tree, is_chosen: Callable[[Any], bool]) -> tuple[list[Any], Cal
 def for_each_leaf(
     name: str, option: Tree, tree: Tree, remedy: str, tree_of: str = "the parameters", is_leaf: Any = None
 ) -> Tree:
-    """Returns the value of an option for each leaf of a tree, of which it is a prefix."""
+    """The value of an option for each leaf of a tree; the option is a prefix of the tree."""
     try:
         return compilers.each_leaf(option, tree, is_leaf)
     except ValueError as error:
@@ -72,7 +71,7 @@ def _cut(structure: Any) -> str:
 
 
 def by_path(tree: Tree, only: str = "the only leaf") -> list[tuple[str, Any]]:
-    """Returns each leaf with its path, as an error names it: `only` for a tree that is one leaf."""
+    """Each leaf with its path, as an error names it: `only` for a tree that is one leaf."""
     return [(jax.tree_util.keystr(path) or only, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 

@@ -13,7 +13,7 @@ from optax_accum._core.types import Tree
 
 
 def narrower(params: Tree, acc: Tree) -> str | None:
-    """Returns the path of a parameter whose accumulator is narrower than its gradient, if there is one."""
+    """The path of a parameter whose accumulator is narrower than its gradient; None if there is none."""
     for path, leaf, total in _paired(params, acc, "state", "Call init again with these parameters.", what="parameters"):
         if hasattr(total, "dtype") and not dtypes.holds(total.dtype, jnp.result_type(leaf)):
             return path
@@ -26,7 +26,7 @@ def check_params(params: Tree, grads: Tree) -> None:
 
 
 def check_mean_arg(name: str, value: Tree, total: Tree, devices: int) -> None:
-    """Raises unless a mean argument is a tree like its sum, or with 1 as `devices` like one device's sum."""
+    """Raises unless a mean argument is a tree like its sum, or if `devices` is 1, like one device's sum."""
     remedy = (
         f"Pass a tree like the example in mean_args[{name!r}], or between two windows begin with another: "
         "state._replace(mean_args=tx.init(params).mean_args)."
@@ -77,7 +77,7 @@ def check(acc: Tree, grads: Tree) -> None:
 def _paired(
     tree: Tree, others: Tree, name: str, remedy: str, *, what: str = "gradients", shapes: bool = True
 ) -> list[tuple[str, Any, Any]]:
-    """Returns the leaves of two trees side by side, with their path; raises unless trees and shapes are the same.
+    """The leaves of two trees in pairs, with their paths; raises unless trees and shapes are the same.
 
     A `MaskedNode` in a state stands for a leaf without a gradient.
     """

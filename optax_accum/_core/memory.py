@@ -12,12 +12,12 @@ from optax_accum._core.types import Tree
 
 
 def to_device(tree: Tree) -> Tree:
-    """Returns `tree` with the leaves that lie in host memory moved to the device."""
+    """Moves leaves that lie in host memory to the device."""
     return jax.tree.map(lambda leaf: compilers.moved(leaf, to_host=False) if compilers.on_host(leaf) else leaf, tree)
 
 
 def to_memory_of(tree: Tree, like: Tree) -> Tree:
-    """Returns `tree` with the leaves moved to host memory that lie there in `like`."""
+    """Moves leaves to host memory where the leaf of `like` lies there."""
 
     def move(leaf: Any, old: Any) -> Any:
         return compilers.moved(leaf, to_host=True) if compilers.on_host(old) else leaf
@@ -26,7 +26,7 @@ def to_memory_of(tree: Tree, like: Tree) -> Tree:
 
 
 def copied_to_host(leaf: Any) -> Callable[[], Any]:
-    """Copies an array to the host, and returns what gives it again: itself, or where it was donated its copy."""
+    """Copies an array to the host; returns a function that gives the array, or its copy once it was donated."""
     if not isinstance(leaf, jax.Array):
         return lambda: leaf
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

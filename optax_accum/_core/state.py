@@ -80,7 +80,7 @@ class AccumulationState(NamedTuple):
 
 
 def _no_field(state: AccumulationState, name: str) -> NoReturn:
-    """Says where the fields of the inner optimizer's state are, which `schedule_free_eval_params`, say, looks for."""
+    """Tells where the inner optimizer's fields are, for `schedule_free_eval_params`, say, which looks for them here."""
     raise AttributeError(
         f"An AccumulationState has no field {name!r}: it holds the state of the inner optimizer. Pass "
         "state.inner_opt_state."
@@ -91,12 +91,12 @@ AccumulationState.__getattr__ = _no_field  # type: ignore[attr-defined]
 
 
 def holds_sum(state: AccumulationState) -> bool:
-    """Returns whether gradients are kept from one micro-step to the next: not for `every=1`."""
+    """Whether gradients are kept from one micro-step to the next; not for `every=1`."""
     return not (type(state.acc_grads) is tuple and not state.acc_grads)  # a MaskedNode is a tuple, too
 
 
 def holds_partial_sums(state: AccumulationState) -> bool:
-    """Returns whether each of several devices has a sum of its own, not yet added."""
+    """Whether each of several devices has its own sum, not yet added."""
     return bool(state.weight.ndim)
 
 
@@ -135,7 +135,7 @@ def has_updated(state: Tree) -> jax.Array:
 
 
 def as_mean_args(names: Any) -> dict[str, Any]:
-    """Returns for each name in `mean_args` an example of that argument: 0.0, where only its name is given."""
+    """An example of each argument in `mean_args`; 0.0, where only its name is given."""
     several = isinstance(names, Iterable) and not isinstance(names, str)
     if not several or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -166,7 +166,7 @@ def _check_example(name: str, example: Tree) -> None:
 
 
 def no_means(examples: Mapping[str, Any], params: Tree, zeros: Callable[[Tree], Tree]) -> dict[str, WeightedSum]:
-    """Returns a sum of nothing for each mean argument; `zeros` makes them of the shapes."""
+    """An empty sum for each mean argument; `zeros` makes it from shapes."""
     means: dict[str, WeightedSum] = {}
     for name, example in examples.items():
         shapes = jax.eval_shape(example, params) if callable(example) else example
@@ -188,7 +188,7 @@ def new_state(
     weight: jax.Array,
     **fields: Any,
 ) -> AccumulationState:
-    """Returns the state before the first micro-step, with `fields` in place of zeros."""
+    """The state before the first micro-step, with `fields` in place of zeros."""
 
     # One buffer for each field: a state that is donated may not hold the same one twice.
     def count() -> Any:
@@ -211,15 +211,13 @@ def new_state(
 
 
 def states_in(state: Tree, kind: type | tuple[type, ...] = AccumulationState) -> list[Any]:
-    """Returns the states of a kind, or of several, inside an optimizer state."""
-
     def is_one(node: Any) -> bool:
         return isinstance(node, kind)
 
     return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
 
 
-OTHER_WINDOWS = (optax.MultiStepsState, optax.ApplyEvery)  # the states of what else accumulates
+OTHER_WINDOWS = (optax.MultiStepsState, optax.ApplyEvery)  # the states of other optimizers that accumulate
 
 
 def check_no_other_window(state: Tree, caller: str) -> None:
@@ -240,7 +238,7 @@ def map_states(
     kind: type = AccumulationState,
     others: Callable[..., Any] = lambda leaf, *_: leaf,
 ) -> Tree:
-    """Returns an optimizer state with each state of a kind converted, and the `others` leaf by leaf."""
+    """Converts each state of a kind inside an optimizer state; `others` converts all other leaves."""
 
     def is_one(node: Any) -> bool:
         return isinstance(node, kind)
@@ -252,7 +250,7 @@ def map_states(
 
 
 def find_state(state: Tree) -> AccumulationState:
-    """Returns the one `AccumulationState` inside an optimizer state."""
+    """The one `AccumulationState` inside an optimizer state; raises for none or several."""
     windows = states_in(state)
     if len(windows) != 1:
         raise ValueError(
@@ -264,7 +262,7 @@ def find_state(state: Tree) -> AccumulationState:
 
 
 def micro_step_of(state: Tree, *, keyed: bool) -> jax.Array | int:
-    """Returns the number of this micro-step in its window; 0 for an optimizer that has none.
+    """The number of this micro-step in its window; 0 for an optimizer that has none.
 
     Raises:
       ValueError: there are several windows, and a key is to be drawn for this micro-step.

@@ -26,12 +26,12 @@ class WeightedSum(NamedTuple):
 
 
 def add(sums: WeightedSum, values: Tree, weight: Any, first: Any) -> WeightedSum:
-    """Returns the sums with `values` in them, or only these where `first`. A weight of 0 adds nothing, not a NaN."""
+    """Adds `values` to the sums, or begins with them where `first`. A weight of 0 adds nothing, not a NaN."""
     return arithmetic.add(sums, WeightedSum(values, jnp.ones_like(sums.weight)), weight, first)
 
 
 def mean(sums: WeightedSum, empty: Any = 0.0) -> Tree:
-    """Returns the mean of the added values, `empty` if they weigh nothing."""
+    """The mean of the added values, `empty` if they weigh nothing."""
     nothing = sums.weight == 0
     divisor = jnp.where(nothing, 1, sums.weight)
     return jax.tree.map(lambda total: jnp.where(nothing, empty, total / divisor), sums.total)
@@ -51,24 +51,22 @@ class Seen(NamedTuple):
 
 
 def new_seen() -> Seen:
-    """Returns the count of nothing."""
     return Seen(jnp.zeros([], jnp.int32), jnp.zeros([]))
 
 
 def as_number(seen: Seen) -> jax.Array:
-    """Returns the count as one float, for a log."""
+    """The count as one float, for a log."""
     return _UNIT * seen.units.astype(seen.rest.dtype) + seen.rest
 
 
 def see(seen: Seen, weight: jax.Array) -> Seen:
-    """Returns the count with a window's weight in it, if that is a number."""
+    """Adds the weight of a window, if it is finite."""
     rest = seen.rest + jnp.where(jnp.isfinite(weight), weight, 0)
     units = jnp.floor(rest / _UNIT)
     return Seen(seen.units + units.astype(jnp.int32), rest - units * _UNIT)
 
 
 def has_seen(seen: Seen, weight: float) -> jax.Array:
-    """Returns whether so much has been seen."""
     units, rest = divmod(weight, _UNIT)
     units = int(min(units, 2**31 - 1))
     return (seen.units > units) | ((seen.units == units) & (seen.rest >= rest))

@@ -31,7 +31,7 @@ class Traced:
 
     @functools.cached_property
     def equations(self) -> Sequence[Any]:
-        """All equations, with those of programs inside it: of loops, branches and functions."""
+        """All equations, also of programs inside it: of loops, branches and functions."""
         return tuple(all_equations(self.jaxpr))
 
     @functools.cached_property
@@ -43,7 +43,7 @@ class Traced:
     def is_short(self) -> bool:
         """Whether one of its numbers has a shorter range than float32, as float16: a small one vanishes.
 
-        Those that come in count, too: the gradient of a parameter that is cast up at once is cast down.
+        Inputs count, too: the gradient of a parameter that is cast up at once is cast down.
         """
         outcomes = (var for equation in self.equations for var in equation.outvars)
         return any(dtypes.is_short(getattr(var.aval, "dtype", bool)) for var in (*self.jaxpr.invars, *outcomes))
@@ -55,14 +55,13 @@ class Traced:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun`, which gets arrays without values."""
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     run, treedef = core.jaxpr_as_fun(program), jax.tree.structure(shapes)
     return Traced(program, shapes, lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args))))
 
 
 def trace_or_run(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun`; outside `jit`, where it may look at values, it is run if it does, and only its result is known."""
+    """Traces `fun`. Outside `jit` it may look at values: then it is run, and only its result is known."""
     if tracing.is_staged():
         return trace(fun, *args)
     try:

@@ -19,27 +19,27 @@ NEEDS_VALUES = (
 
 
 def is_staged() -> bool:
-    """Returns whether a program is being traced, as inside `jit`, rather than run."""
+    """Whether a program is being traced, as inside `jit`, rather than run."""
     return isinstance(jnp.zeros([]), Tracer)
 
 
 def is_again(args: Tree) -> bool:
-    """Returns whether JAX may differentiate this computation from `args` again, with no `jit` between.
+    """Whether JAX may differentiate this computation from `args` again, with no `jit` between.
 
-    Outside `jit` it may also differentiate what functions close over, so there it always may.
+    Outside `jit` it may also differentiate by values that functions close over, so there it always may.
     """
     return not is_staged() or is_differentiated(args)
 
 
 def is_differentiated(tree: Tree) -> bool:
-    """Returns whether JAX is differentiating this computation from `tree`, with no `jit` between."""
+    """Whether JAX is differentiating this computation from `tree`, with no `jit` between."""
     seen: list[bool] = []
     _watched(tree, Tracer, lambda: seen.append(True))
     return bool(seen)
 
 
 def is_batched(tree: Tree) -> bool:
-    """Returns whether `jax.vmap` runs over some of these arrays, with no `jit` between."""
+    """Whether `jax.vmap` runs over some of these arrays, with no `jit` between."""
     seen: list[bool] = []
 
     @jax.custom_batching.custom_vmap
@@ -57,7 +57,7 @@ def is_batched(tree: Tree) -> bool:
 
 
 def refuse_differentiation(tree: Tree, message: str) -> Tree:
-    """Returns `tree`; whoever differentiates it after this call, through a `jit` between, gets the message."""
+    """The same tree; differentiating it after this call, through a `jit` between, raises the message."""
 
     def refuse() -> None:
         raise ValueError(message)
@@ -66,7 +66,7 @@ def refuse_differentiation(tree: Tree, message: str) -> Tree:
 
 
 def _watched(tree: Tree, kind: type, differentiated: Callable[[], None]) -> Tree:
-    """Returns `tree`; calls a function when JAX differentiates its leaves of a kind."""
+    """The same tree; JAX calls a function when it differentiates the tree's leaves of a kind."""
 
     @jax.custom_jvp
     def identity(leaves: list[Any]) -> list[Any]:

@@ -17,7 +17,6 @@ if JAX < FLOOR:
 
 
 def require(what: str, since: tuple[int, ...], remedy: str) -> None:
-    """Raises if this JAX is too old for a feature."""
     if since > JAX:
         raise NotImplementedError(f"{what} needs JAX {text(since)} or later: this is JAX {jax.__version__}. {remedy}")
 

@@ -22,13 +22,17 @@ WORTH_HIDING = 64 << 20  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
+    """One of the devices along the axes, as seen by the function that a space runs; without axes the only one.
 
-    `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard, `dtype` in which gradients cross the network, `overlap` whether the last backward pass is to add them over
-    the devices (None: where that pays), `lacks` what a backward pass needs that is to add gradients
-    over the devices and is not there, `hides` that this goes on beside other work, and `shards_of(sums)` which shard
-    of each a device keeps: without it, all get the sum.
+    Attributes:
+      axes: the names of the mesh axes.
+      one_batch: whether the examples of all devices are one batch.
+      dtype: in which gradients cross the network.
+      overlap: whether the last backward pass is to add gradients over the devices; None: where that pays.
+      lacks: what a backward pass would need to add gradients over the devices; None if it can.
+      hides: whether this backend adds them beside other work.
+      shards_of: `shards_of(sums)`, which shard of each sum a device keeps; None: all devices get the sum.
+      shards: by name, how the arguments are sharded of which each device has a shard.
     """
 
     axes: Axes = ()
@@ -42,17 +46,14 @@ class Device:
 
     @property
     def count(self) -> int:
-        """The number of devices."""
         return jax.lax.psum(1, self.axes)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others."""
         return not self.axes
 
     @property
     def index(self) -> Any:
-        """The number of this device."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
     def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
@@ -61,20 +62,20 @@ class Device:
         return self.fold_key(call.with_values(names, filled(self.vary(arrays))))
 
     def fold_key(self, call: Call) -> Call:
-        """Returns the call with a key of this device's own, if there are others."""
+        """Gives a call a key of this device's own, if there are other devices."""
         return call.fold_key(self.index) if self.axes else call
 
     def fold_keys(self, keys: Tree) -> Tree:
-        """Returns keys of this device's own, from those that all of several have."""
+        """Folds keys that all of several devices have into keys of this device's own."""
         fold = jax.vmap(jax.random.fold_in, (0, None))
         return jax.tree.map(lambda key: fold(key.reshape(-1), jax.lax.axis_index(self.axes)).reshape(key.shape), keys)
 
     def vary(self, tree: Tree) -> Tree:
-        """Returns `tree` as values that may differ between devices."""
+        """Marks values as ones that may differ between devices."""
         return mapped.varying(tree, self.axes)
 
     def gathers(self, name: Name, arg: Tree) -> Tree:
-        """Returns, for each leaf of an argument, the function that gathers this device's shard."""
+        """For each leaf of an argument, the function that gathers it from the devices' shards, if it has some."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
 
@@ -84,13 +85,13 @@ class Device:
         return jax.tree.map(gather, arg, self.shards[name])
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
-        """Returns the sum of a leaf over all devices, as their own."""
+        """Adds a leaf over all devices; each has the sum as its own."""
         return leaf if self.count == 1 else self.vary(collectives.add_up(leaf, self.axes, self.dtype))
 
     def overlaps(self, acc: Tree, needs: str | None = None) -> bool:
-        """Returns whether the last backward pass adds the sums over the devices, too; raises if that is asked in vain.
+        """Whether the last backward pass adds the sums over the devices, too; raises if it is asked to and cannot.
 
-        `needs` is what the caller lacks for it. By default it does on GPUs, from so many bytes on that it pays.
+        `needs` is what the caller lacks for it. By default it does on GPUs, from `WORTH_HIDING` bytes on.
         """
         needs = self.lacks or needs
         if needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
@@ -102,9 +103,9 @@ class Device:
         return needs is None and (worth if self.overlap is None else self.overlap)
 
     def added_up(self, acc: Tree) -> list[Finish]:
-        """Returns, for each leaf, the function that adds a sum, or a slice of it, over the devices in place.
+        """For each leaf, the function that adds a sum, or a slice of it, over the devices in place.
 
-        It returns None for a slice that has to wait for the others.
+        That function returns None for a slice that has to wait for other slices.
         """
         collectives.check_narrow(self.dtype, acc)
         leaves, shards = jax.tree.leaves(acc), self._shards(acc)
@@ -117,7 +118,7 @@ class Device:
         return list(map(in_front, shards, leaves))
 
     def local_parts(self, sums: Tree) -> Tree:
-        """Returns this device's part of sums that `added_up` has finished."""
+        """The parts that this device keeps of sums that `added_up` has finished."""
         shards = self._shards(sums)
         if shards is None:
             return sums
@@ -128,35 +129,34 @@ class Device:
         return None if self.shards_of is None else self.shards_of(sums)
 
     def joined(self, reduction: str, value: jax.Array) -> jax.Array:
-        """Returns the sum, or an extreme, which is not differentiated, over all devices."""
+        """The sum over all devices, or an extreme, which is not differentiated."""
         value = value if reduction == "sum" else jax.lax.stop_gradient(value)
         reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[reduction]
         return self.vary(reduce(value, self.axes)) if self.axes else value
 
     def gathered(self, rows: jax.Array, axis: int) -> jax.Array:
-        """Returns the rows of all devices, along their axis."""
         gather = functools.partial(jax.lax.all_gather, axis_name=self.axes, axis=axis, tiled=True)
         return mapped.beside_explicit(gather, rows)
 
     def own(self, rows: jax.Array, axis: int) -> jax.Array:
-        """Returns this device's part of the rows of all."""
+        """The part that this device has of the rows of all devices."""
         size = rows.shape[axis] // self.count
         return jax.lax.dynamic_slice_in_dim(rows, self.index * size, size, axis)
 
     def part(self, value: jax.Array) -> jax.Array:
-        """Returns this device's part of a value that all devices have alike: its gradient is a sum over devices."""
+        """One device's part of a value that all devices have alike: the value's gradient is a sum over devices."""
         return jnp.asarray(value) / self.count if self.axes else value
 
     def with_whole_cotangent(self, value: Any) -> Any:
-        """Returns a value whose cotangent is the sum over all devices."""
+        """The value, with the sum of its cotangents over all devices."""
         return _with_cotangent(lambda ct: self.joined("sum", ct), value)
 
     def with_part_of_cotangent(self, value: Any) -> Any:
-        """Returns a value whose cotangent is this device's part of one that all have alike."""
+        """The value, with this device's part of a cotangent that all devices have alike."""
         return _with_cotangent(self.part, value)
 
     def same(self, tree: Tree) -> Tree:
-        """Returns values that are the same on all devices, so that types tell it."""
+        """The values of the first device, with types that tell that they are the same on all devices."""
         return jax.tree.map(self._of_first, tree) if self.axes else tree
 
     def _of_first(self, leaf: Any) -> Any:
@@ -172,16 +172,16 @@ class Device:
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
     def is_spoken_to(self, loss: Traced) -> bool:
-        """Whether a loss takes something from other devices, by itself."""
+        """Whether a loss communicates with other devices by itself."""
         return mapped.communicates(loss)
 
-    # A loss that takes something from other devices has one gradient with theirs, also where they weigh differently.
+    # A loss that communicates has one gradient with the losses of other devices, also where they weigh differently.
 
     def _couples(self, loss: Traced) -> bool:
         return bool(self.axes) and mapped.communicates(loss, self.axes)
 
     def agreed(self, loss: Traced, alive: Tree) -> Tree:
-        """Returns which micro-batches run: if the loss communicates, all devices run what any device runs.
+        """Which micro-batches run: if the loss communicates, all devices run each one that any device runs.
 
         Raises if per-device gradients are asked of such a loss: it has one joint gradient, which no per-device weight
         can scale.
@@ -197,19 +197,17 @@ class Device:
         return self.any_of(alive)
 
     def runs_together(self, loss: Traced) -> bool:
-        """Returns whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
+        """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
         return bool(self.axes) and not self._couples(loss) and mapped.may_wait_for_all(loss)
 
     def any_of(self, flags: Tree) -> Tree:
-        """Returns which flags are set on any device."""
-
         def any_of(flag: Any) -> Any:
             return flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
 
         return jax.tree.map(any_of, flags) if self.axes else flags
 
     def mean_and_factor(self, loss: Traced) -> Callable[[Weight], tuple[Weight, Weight]]:
-        """Returns a function that splits a weight into its mean over devices and the loss's factor `weight / mean`."""
+        """A function that splits a weight into its mean over devices and the loss's factor `weight / mean`."""
 
         def shared(weight: Weight) -> tuple[Weight, Weight]:
             mean = jax.lax.pmean(weight, self.axes)
@@ -238,9 +236,9 @@ class Device:
             mapped.check_nested(loss, self.axes)
 
     def check_axes(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
-        """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.
+        """Raises inside a `jax.shard_map` over axes that are not named, where results differ between devices.
 
-        `results` are the types of what a function returns here; `of_optimizer` says who is told the axes.
+        `results` are the types of a function's results here; `of_optimizer`: the optimizer is to be told the axes.
         """
         axes = frozenset(self.axes).union(*map(compilers.varying_axes, results))
         if axes > set(self.axes):

@@ -176,8 +176,6 @@ def accumulate(
 
 
 class _Rules(NamedTuple):
-    """The options of `accumulate`."""
-
     fun: Callable[..., Any]
     returns: Returns
     sizes: splitting.Sizes
@@ -187,24 +185,21 @@ class _Rules(NamedTuple):
     devices: Devices
 
     def parts(self, call: Call) -> Parts:
-        """Calls `fun`: its result stands where a loss does."""
+        """Calls `fun`; its result stands in the place of a loss."""
         return self.returns.taken_apart(call.apply(self.fun))
 
     def outputs(self, shapes: Tree, split: splitting.Split) -> reductions.Outputs:
-        """Returns how results of these shapes are reduced."""
         counted = self.weight_of is not None
         return reductions.outputs_of(self.reduction, shapes, split, "reduction", counted=counted)
 
 
 class _Sums(NamedTuple):
-    """The sums over the micro-batches so far."""
-
     outputs: Tree
-    weight: jax.Array  # [], what they said that they count
+    weight: jax.Array  # [], the sum of the weights that `weight_of` tells
 
 
 def _accumulate(rules: _Rules, call: Call) -> Any:
-    """Runs the micro-batches on all devices; returns the result of `fun` for the whole batch."""
+    """Runs the micro-batches on all devices, and joins their results."""
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
     run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
@@ -232,7 +227,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     if closure.widen(traced.program.consts):
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
     micro_batches = micro_batches.with_fast_convolutions(traced)
-    static = static or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
+    static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
     device.check_nested(traced)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
@@ -255,7 +250,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 
 
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
-    """Calls `fun`, with what it closes over widened."""
+    """Calls `fun` with its closed-over values widened."""
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
 
@@ -266,7 +261,7 @@ def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call:
 
 
 def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
-    """Returns the result for a batch without rows: `fun` is traced for a few rows, and not run."""
+    """The result for a batch without rows: `fun` is traced for a few rows, and not run."""
     rows = rules.sizes.group
     first = () if rules.sizes.stacked else (rows,)
 
@@ -281,6 +276,6 @@ def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
 
 
 def _is_empty(batch: Tree) -> bool:
-    """Returns whether a batch has no rows; leaves that disagree are refused elsewhere."""
+    """Whether a batch has no rows; leaves that disagree are refused elsewhere."""
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if is_split(leaf)]
     return bool(rows) and not any(rows)

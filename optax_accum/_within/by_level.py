@@ -1,4 +1,4 @@
-"""A program of rows, evaluated: loops over micro-batches, and between two loops what takes all rows."""
+"""A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from optax_accum._within import loops, partial, shared
 
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any], *, once: bool = False) -> list[Any]:
-    """Returns the outputs of a program for all rows of a device, one micro-batch after the other.
+    """Evaluates a program for all rows of a device, one micro-batch after the other.
 
-    What is differentiated `once`, in reverse, takes less memory.
+    A program that is differentiated `once`, in reverse, takes less memory.
     """
     store = Store(
         units, device, dict(zip(levels.program.inputs, values, strict=True)), once=once and not levels.has_while
@@ -37,20 +37,19 @@ def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]
 
 @dataclasses.dataclass
 class Store:
-    """The values of a program that are there: whole, or as micro-batches [k, ...] as a loop has left them.
+    """The values of a program that are known: whole, or as micro-batches [k, ...] as a loop has left them.
 
-    Of several devices each has its own rows, and all other values alike.
+    Each of several devices has its own rows; all other values are the same on all.
     """
 
     units: Units
     device: Device
     values: dict[Value, Any]
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
-    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # what loops share, after the last of them
-    once: bool = False  # it is differentiated
+    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, as the last loop returned them
+    once: bool = False  # whether it is differentiated only once
 
     def whole(self, value: Value) -> Any:
-        """Returns a value for all rows."""
         if isinstance(value, Constant | Number):
             return value.array if isinstance(value, Constant) else value.number
         if value not in self.values:
@@ -59,31 +58,31 @@ class Store:
         return self.values[value]
 
     def shared(self, value: Value) -> Any:
-        """Returns a value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
+        """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
         if value not in self.passed:
             (self.passed[value],) = shared.widened([self.whole(value)], [_same])
         return self.passed[value]
 
     def cuttable(self, value: Value) -> Any:
-        """Returns a value for all rows, as Explicit axes let them be cut."""
+        """The value for all rows, as Explicit axes let it be cut."""
         units = self.units
         return meshes.cuttable(jnp.asarray(self.whole(value)), 1 if units.fills else units.size, axis_of(value))
 
     def cut(self, value: Value) -> Any:
-        """Returns a value as micro-batches [k, ...]."""
+        """The value as micro-batches [k, ...]."""
         if value not in self.parts:
             self.parts[value] = self.units.cut(self.cuttable(value), axis_of(value))
         return self.parts[value]
 
 
 def axis_of(value: Value) -> int:
-    """Returns the axis of the rows of a value that has some."""
+    """The axis of the rows of a value that has some."""
     assert value.axis is not None
     return value.axis
 
 
 def run_once(equation: Equation, levels: Levels, store: Store) -> None:
-    """Evaluates an equation for all rows."""
+    """Evaluates an equation for all rows, and stores its results."""
     values = [store.whole(value) for value in equation.ins]
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
@@ -95,7 +94,7 @@ def run_once(equation: Equation, levels: Levels, store: Store) -> None:
 
 
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
-    """Evaluates an equation for all rows, of which each device has its own: what takes them together gathers them."""
+    """Evaluates an equation for all rows, each device for its own; one that takes rows together gathers them."""
     units, device = store.units, store.device
     every = jnp.arange(units.number)
     if kind is Kind.LOCAL:
@@ -108,7 +107,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
         values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
-    # Programs inside it are traced again: to types their values differ between devices now.
+    # Programs inside it are traced again: by their types, values differ between devices now.
     results = resized.evaluate(equation.single, equation.double, resized.Some(equation.rows, equation.rows[0]), values)
     results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
@@ -116,7 +115,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
 
 
 def has_own_rows(value: Value) -> bool:
-    """Returns whether each device has its own rows of a value: not where they are along two axes."""
+    """Whether each device has its own rows of a value; not where rows are along two axes."""
     return value.axis not in (None, COUPLED)
 
 
@@ -171,7 +170,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
 
 
 def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
-    """Returns the result of an equation whose parts are joined: a scatter adds them to its operand."""
+    """The result of an equation, from its joined parts: a scatter adds them to its operand."""
     if equation.name.startswith("scatter"):
         total = total + store.whole(equation.ins[0])
     return total.astype(equation.outs[0].aval.dtype)

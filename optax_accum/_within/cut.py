@@ -33,8 +33,8 @@ AGAIN = (
 class Sums(NamedTuple):
     """The sums over the micro-batches of one device."""
 
-    loss: jax.Array  # [], the sum of what micro-batches contribute
-    counted: Any  # what their losses say that they count, [], or () where that was known
+    loss: jax.Array  # [], the sum of the micro-batches' contributions
+    counted: Any  # the sum of the counts that their losses return, [], or () where counts are known
     grads: Any  # the sum of their gradients: leaf by leaf, None while a reference holds it; in the end a tree
     outputs: Any
     samples: Any  # of the meter
@@ -43,23 +43,23 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """One call: its micro-batches, how they are weighed, and what `fun` will return for each."""
+    """One call: its micro-batches, their weights, and the shapes that `fun` returns for them."""
 
     rules: CallRules
     micro_batches: MicroBatches
     weighing: ByShare
     alive: Alive
     shapes: Parts  # that `fun` returns for a full micro-batch
-    outputs: reductions.Outputs  # what becomes of each auxiliary output
+    outputs: reductions.Outputs  # how each auxiliary output is reduced
     empty: Tree  # the accumulator before the first micro-batch
-    kinds: Tree  # what becomes of the gradients of each leaf
+    kinds: Tree  # the reduction of each leaf's gradients
     static: bool  # whether the loop passes all micro-batches, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
     overlaps: bool = False  # whether the last backward pass adds them over the devices, too
     scale: float = 1.0  # of gradients until all are added
 
     def add_up(self) -> tuple[Sums, Tree]:
-        """Adds up the micro-batches' contributions; beside the sums comes the last carry."""
+        """Adds up the micro-batches' contributions; returns the sums, and the last carry."""
         refs, sums = self.start()
         add = functools.partial(self.add, refs)
         in_order = self.micro_batches.in_order
@@ -67,7 +67,7 @@ class Cut:
         return self.finish(refs, sums), carry
 
     def start(self) -> tuple[gradients.Leaves, Sums]:
-        """Returns the references that gradients are added to in place, if any, and the sums before the first."""
+        """References to which gradients are added in place, if any, and the sums before the first micro-batch."""
         refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
 
         def scalar() -> Any:
@@ -78,7 +78,6 @@ class Cut:
         return refs, Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
     def add(self, refs: gradients.Leaves, sums: Sums, turn: Turn) -> tuple[Sums, Parts]:
-        """Adds a micro-batch."""
         with jax.named_scope("optax_accum.micro_batch"):
             loss, backward, parts = self.contribution(turn, refs)
         with jax.named_scope("optax_accum.add"):
@@ -90,7 +89,7 @@ class Cut:
         return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
     def finish(self, refs: gradients.Leaves, sums: Sums) -> Sums:
-        """Returns the sums, the outputs of the batch among them."""
+        """Completes the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, sums.grads, self.empty)
         if self.scale != 1:
             grads = jax.tree.map(lambda leaf: leaf * jnp.asarray(1 / self.scale, leaf.dtype), grads)
@@ -102,7 +101,7 @@ class Cut:
         )
 
     def contribution(self, turn: Turn, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
-        """Differentiates one micro-batch, whose gradient is added to references, if any."""
+        """Differentiates one micro-batch; its gradient is added to the references, if there are any."""
         index, call, inside = turn.index, turn.call, self.inside
 
         def fun(params: Any) -> Any:
@@ -117,22 +116,19 @@ class Cut:
 
     @property
     def params(self) -> tuple[Tree, ...]:
-        """The arguments that are differentiated."""
         call = self.micro_batches.call
         return call[call.params]
 
     @property
     def device(self) -> Device:
-        """The device that has these micro-batches."""
         return self.micro_batches.device
 
     @property
     def loss_dtype(self) -> Any:
-        """The dtype that the loss has."""
         return ratio.dtype_of(self.shapes.loss)
 
     def _sampled(self, samples: Any, backward: Backward, loss: Any, index: Index, squares: list[jax.Array]) -> Any:
-        """Adds `w |g|^2` of a gradient, which came scaled, to the sums of the meter."""
+        """Adds `w |g|^2` of a gradient, which comes scaled, to the meter's sums."""
         meter = self.rules.meter
         if not meter.measures:
             return samples
@@ -155,7 +151,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     if rules.reads is not None and rules.weight_fn is None:
         rules = dataclasses.replace(rules, weight_fn=rules.reads(call))
     micro_batches = micro_batches.with_fast_convolutions(traced)
-    again = again or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
+    again = again or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     static = again or rules.in_place is False
     shapes, types = traced.shapes, traced.program.out_avals
     device.check_axes(types)
@@ -172,7 +168,8 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     unless = MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(params)
     selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
-    factor = jnp.ones([]) if selects else None  # what is run, and not alive, is left out where its gradient arises
+    # A micro-batch that runs and is not alive is left out where its gradient arises.
+    factor = jnp.ones([]) if selects else None
     inside = added_inside(rules.in_place, params, empty, traced, weighing, squares, factor, unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(AGAIN)
@@ -194,7 +191,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
 
 
 def _scale(rules: CallRules, parts: int, kinds: Tree, traced: Traced) -> float:
-    """Returns the factor of gradients while they are added.
+    """The factor of gradients while they are added.
 
     float16 would round a micro-batch's small share of the gradient to zero: a power of two makes it as large as the
     whole. A user's own rule may do anything with a larger cotangent: beside one nothing is scaled.
@@ -208,7 +205,7 @@ def _scale(rules: CallRules, parts: int, kinds: Tree, traced: Traced) -> float:
 def _counts(
     rules: CallRules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
-    """Runs the micro-batches forward for the counts of a loss's terms, and returns this device's sums."""
+    """Runs the micro-batches forward, and adds up this device's counts of the loss's terms."""
     if rules.devices.is_partial:
         raise ValueError(
             "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "

@@ -1,4 +1,4 @@
-"""The end of a loss, which follows the loop over micro-batches: its outputs, its gradient, and what that depends on."""
+"""The end of a loss, after the loop over micro-batches: its outputs, its gradient, and which loop results it needs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ Leaves = Sequence[Any]
 
 
 class Given(NamedTuple):
-    """What the loop gives: the results of reductions, and the rows that it keeps."""
+    """The results of the loop: of its reductions, and the rows that it keeps."""
 
     parts: Leaves
     rows: Leaves
@@ -56,7 +56,6 @@ class End:
         return value.aval.update(shape=tuple(shape))
 
     def outputs(self, given: Given, params: Leaves) -> Leaves:
-        """Returns the outputs of the loss."""
         values = self.store.values | dict(zip(model_inputs(self.traced), params, strict=True))
         evaluate(self.before, values)
         values.update(zip(self.loop.rows, given.rows, strict=True))
@@ -68,16 +67,17 @@ class End:
         return [jnp.asarray(end.whole(value)) for value in self.traced.levels.program.outputs]
 
     def _loss(self, given: Leaves, others: Leaves, params: Leaves) -> jax.Array:
-        """Returns this device's part of the loss, which all devices compute."""
+        """The part of one device in the loss, which is the same on all devices."""
         rest = iter(others)
         leaves = _put(given, self.inexact, [None if moves else next(rest) for moves in self.inexact])
         parts = Given(leaves[: len(self.loop.parts)], leaves[len(self.loop.parts) :])
         return self.traced.device.part(self.outputs(parts, _put(params, self.of_params, self.params))[0])
 
     def known(self) -> tuple[Given | None, int | None]:
-        """Returns the cotangents of the loop's results, if they do not depend on these results.
+        """The cotangents of the loop's results, if they do not depend on these results; else None.
 
-        If there is one sum alone whose cotangent does, its place is returned too: the gradient is scaled in the end.
+        If one scalar alone has a cotangent, which depends on the results, it gets 1, and its place is returned, too:
+        the gradient is scaled at the end.
         """
         count = sum(self.inexact)
         depends = _depend(self.gradient.jaxpr, len(self.inexact))[:count]
@@ -93,7 +93,7 @@ class End:
         ), at
 
     def cotangents(self, given: Given) -> Given:
-        """Returns the cotangents of the loop's results; None where they are zero."""
+        """The cotangents of the loop's results, None where they are zero."""
         count = sum(self.inexact)
         leaves = self._gradient([*given.parts, *given.rows], range(count))
         is_zero = _zeros(self.gradient.jaxpr)[:count]
@@ -102,26 +102,26 @@ class End:
 
     @property
     def needs(self) -> list[bool]:
-        """Which of the results of the loop, reductions first, the cotangents depend on."""
+        """Whether the cotangents depend on each result of the loop; reductions come first."""
         needed = _needed(self.gradient.jaxpr, sum(self.inexact))
         given, others = iter(needed[: sum(self.inexact)]), iter(needed[sum(self.inexact) :])
         return [next(given if moves else others) for moves in self.inexact]
 
     @property
     def adds(self) -> bool:
-        """Whether the end of the loss adds a gradient by the parameters: a term of the parameters alone."""
+        """Whether the end of the loss adds to the gradient: it has a term of the parameters alone."""
         return not all(_zeros(self.gradient.jaxpr)[sum(self.inexact) :])
 
     def factor(self, given: Given, at: int) -> jax.Array:
-        """Returns the cotangent of one sum."""
+        """The cotangent of sum `at`, which scales the gradient."""
         return self._over_devices(self._gradient([*given.parts, *given.rows], [at])[0])
 
     def _over_devices(self, cotangent: jax.Array) -> jax.Array:
-        """Returns the cotangent of a value that all devices have alike."""
+        """Adds up the devices' cotangents of a value that all of them have alike."""
         return self.traced.device.joined("sum", cotangent)
 
     def direct(self, given: Given) -> list[Any]:
-        """Returns this device's part of the gradient by the parameters of what follows the loop; None for zeros."""
+        """One device's part of the parameters' gradient from the equations after the loop; None for zeros."""
         count = sum(self.inexact)
         is_zero = _zeros(self.gradient.jaxpr)[count:]
         wanted = [count + place for place, zero in enumerate(is_zero) if not zero]
@@ -140,7 +140,7 @@ class End:
 
 
 def model_inputs(traced: TracedCall) -> list[Value]:
-    """Returns the inputs that are differentiated: the leaves of the parameters."""
+    """The inputs that are differentiated: the leaves of the parameters."""
     return [value for value in traced.levels.program.inputs if value in traced.levels.model]
 
 
@@ -171,7 +171,7 @@ def _put(leaves: Leaves, flags: Sequence[bool], others: Leaves) -> list[Any]:
 
 
 def _depend(program: Any, count: int) -> list[bool]:
-    """Returns which outputs of a program depend on its first `count` inputs."""
+    """Whether each output of a program depends on its first `count` inputs."""
     of_inputs = set(program.invars[:count])
     for equation in program.eqns:
         if any(isinstance(atom, core.Var) and atom in of_inputs for atom in equation.invars):
@@ -180,7 +180,7 @@ def _depend(program: Any, count: int) -> list[bool]:
 
 
 def _needed(program: Any, count: int) -> list[bool]:
-    """Returns which inputs the first `count` outputs of a program depend on."""
+    """Whether the first `count` outputs of a program depend on each of its inputs."""
     wanted = {atom for atom in program.outvars[:count] if isinstance(atom, core.Var)}
     for equation in reversed(program.eqns):
         if not wanted.isdisjoint(equation.outvars):
@@ -195,7 +195,7 @@ _ZERO_OF_ZERO = {
 
 
 def _zeros(program: Any) -> list[bool]:
-    """Returns which outputs of a program are zeros for all inputs."""
+    """Whether each output of a program is zero for all inputs."""
     zeros: set[Any] = set()
 
     def is_zero(atom: Any) -> bool:

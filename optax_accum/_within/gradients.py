@@ -11,7 +11,7 @@ from optax_accum._core.types import Tree
 from optax_accum._loss.backward import Backward
 from optax_accum._space.space import Reduced, Space
 
-# For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of those of all micro-batches the
+# For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of the micro-batches' values the
 # largest counts, or the last. Gradients travel as two parallel lists, references and totals; each has None where the
 # other has the leaf.
 REPLACED: dict[str, Callable[[Any, Any], Any]] = {"max": jnp.maximum, "last": lambda _, new: new}
@@ -20,7 +20,7 @@ Leaves = list[Any]
 
 
 def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
-    """Returns references to add to, where that is done in place, and sums for the other leaves."""
+    """References for leaves that are added to in place, and sums for the others."""
     leaves = list(zip(jax.tree.leaves(names), jax.tree.leaves(acc), strict=True))
     refs = [jax.new_ref(leaf) if in_place and name not in REPLACED else None for name, leaf in leaves]
 
@@ -31,7 +31,7 @@ def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
 
 
 def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> tuple[Leaves, list[jax.Array]]:
-    """Runs the backward pass; returns the totals with its gradients, and their `|g|^2` if that is taken inside it."""
+    """Runs the backward pass; returns the totals with its gradients, and their `|g|^2` if the pass takes it itself."""
     squares: list[jax.Array] = []
     if backward.inside is None:
         grads = jax.tree.leaves(backward.gradient())
@@ -52,23 +52,22 @@ def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> tuple[
 
 
 def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
-    """Returns the tree of sums and new values."""
     leaves = [total if ref is None else jax.freeze(ref) for ref, total in zip(refs, totals, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
 
 
 def added(tree: Tree, names: Tree) -> Tree:
-    """Returns a tree with the leaves that have gradients, not new values."""
+    """The tree with None in place of leaves that get new values instead of gradients."""
     return jax.tree.map(lambda leaf, name: None if name in REPLACED else leaf, tree, names)
 
 
 def are_added(names: Tree) -> bool:
-    """Returns whether all leaves have gradients, and none has new values."""
+    """Whether all leaves have gradients, and none gets a new value."""
     return REPLACED.keys().isdisjoint(jax.tree.leaves(names))
 
 
 def over_devices(names: Tree, space: Space, local: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
-    """Returns the gradients of the whole batch; replaced leaves have all devices' values, or the parameter's."""
+    """The gradients of the whole batch; a new value is that of all devices, or the parameter's if none gave one."""
     if isinstance(local, Reduced):
         return grads
 

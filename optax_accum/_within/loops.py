@@ -1,4 +1,4 @@
-"""The loop over micro-batches: a scan, or one by one. Those of weight zero are not run."""
+"""The loop over micro-batches: a scan, or one by one. Micro-batches of weight zero are not run."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, 
 
 
 def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: bool) -> Any:
-    """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one iteration."""
+    """Adds one micro-batch if it is alive: in a branch, or where none can be, in a loop of at most one iteration."""
     alive = flags.known(alive)
     if isinstance(alive, bool):
         return add(totals) if alive else totals
@@ -48,12 +48,12 @@ def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: boo
 
 
 def recomputed(fun: Callable[..., Any], args: Any) -> Callable[..., Any]:
-    """Returns `fun` under `jax.checkpoint`, unless it runs outside `jit` and nobody differentiates it."""
+    """`fun` under `jax.checkpoint`, unless it runs outside `jit` and is not differentiated."""
     return jax.checkpoint(fun) if tracing.is_staged() or tracing.is_differentiated(args) else fun
 
 
 def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
-    """Does what `jax.lax.map` does; outside `jit` without a loop, which would be compiled at every call."""
+    """Like `jax.lax.map`; outside `jit` without a loop, which would be compiled at every call."""
     if tracing.is_staged():
         return jax.lax.map(fun, xs)
     turns = len(jax.tree.leaves(xs)[0])
@@ -73,12 +73,13 @@ def mapped_once(
 ) -> tuple[list[jax.Array], Any, list[jax.Array]]:
     """Maps `fun(constants, shared, index, x) -> list` over `xs`; JAX can differentiate it once, in reverse.
 
-    What JAX stacks in a loop begins as zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
-    each at the same time. Here an array begins where its loop does, as a number that comes before. Constants have no
-    gradient. `to_host` says which results go to the memory of the host; a gradient goes to where its array lies.
+    JAX stacks the results of a loop in zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
+    all at the same time. Here an array begins where its loop does, filled with a number that the program has by then.
+    Constants have no gradient. `to_host` says which results go to the memory of the host; a gradient goes to the memory
+    where its array lies.
 
-    Returns the results, `shared`, and `xs`. What a later loop takes of these is to be taken from here: its gradient is
-    then added to that of the later loop. `passes` says of which `xs` this is done, micro-batch by micro-batch.
+    Returns the results, `shared`, and `xs`. A later loop must take `shared` and `xs` from here: the gradient of this
+    loop is then added to the later loop's. `passes` says for which `xs` this is done, micro-batch by micro-batch.
     """
 
     def passed(leaves: Sequence[Any]) -> list[Any]:
@@ -129,7 +130,7 @@ def mapped_once(
 def _stacked(
     turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool], like: Any
 ) -> tuple[Any, list[jax.Array]]:
-    """Does what `jax.lax.scan` does; its buffers begin like the last leaf of `xs`, or on the host.
+    """Like `jax.lax.scan`; its buffers begin with a number of the last leaf of `xs`, or on the host.
 
     All of its arrays may differ between devices where `like` does.
     """

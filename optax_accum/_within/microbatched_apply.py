@@ -153,7 +153,7 @@ def microbatched_apply(
 
 
 def _shapes(call: Call, rows: int | None = None) -> Call:
-    """Returns a call with shapes in place of arrays; with `rows`, the batch has so many."""
+    """The call with shapes in place of arrays; with `rows`, the batch has so many."""
 
     def shape(name: Name, leaf: Any) -> Any:
         if not is_array(leaf):
@@ -166,7 +166,7 @@ def _shapes(call: Call, rows: int | None = None) -> Call:
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
-    """Returns the outputs of the micro-batches of one device, in the order of its rows."""
+    """The outputs of one device's micro-batches, in the order of its rows."""
     call = device.fold_key(call)
     batches = call[call.batch]
     split = splitting.split_rows(batches, sizes, device.count)
@@ -188,7 +188,6 @@ def _mapped(
     batches: Sequence[Tree],
     closure: shared.Closure,
 ) -> Any:
-    """Returns the outputs of all micro-batches, in the order of the rows."""
     interleaved, filled = parted(splitting.interleaved(split, batches), is_split)
 
     def micro(xs: Any) -> Any:

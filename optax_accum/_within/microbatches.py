@@ -27,9 +27,10 @@ class Alive(NamedTuple):
 
     Attributes:
       local: micro-batches that run on this device.
-      anywhere: micro-batches that run on any device: what one micro-batch hands on to the next is handed
-        on by all devices, so that it stays the same on all.
-      together: whether all devices run a micro-batch that any device runs: if it is not alive here, it is left out.
+      anywhere: micro-batches that run on any device. All devices run them, at least for the carry, which must
+        stay the same on all.
+      together: whether all devices run in full a micro-batch that any device runs: one that is not alive here is left
+        out of the sums.
     """
 
     local: Flags
@@ -51,7 +52,7 @@ class Turn:
     call: Call  # of `fun`: these rows, its own key, the carry
 
 
-Add = Callable[[Any, Turn], tuple[Any, Parts]]  # adds to sums what comes of a micro-batch
+Add = Callable[[Any, Turn], tuple[Any, Parts]]  # adds the results of a micro-batch to sums
 Done = tuple[Any, Tree]  # the sums, and the last carry
 
 
@@ -67,11 +68,10 @@ class MicroBatches:
     rest: Tree  # the remainder: leaves [r, ...]
 
     def turn(self, index: Index, carry: Tree) -> Turn:
-        """Returns the turn of a micro-batch."""
         return self._of_rows(index, self._rows(index), carry)
 
     def traced(self, names: tuple[Name, ...] = ()) -> Traced:
-        """Traces `fun` for the first micro-batch, by these arguments."""
+        """Traces `fun` for the first micro-batch, as a function of the named arguments."""
         first = self.turn(0, self.call.carried).call
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
@@ -87,20 +87,19 @@ class MicroBatches:
         return loss
 
     def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
-        """Returns micro-batches that run on a CPU as fast in a loop as outside; `loss` is the trace of one."""
+        """Makes convolutions on a CPU as fast in a loop as outside; `loss` is the trace of one micro-batch."""
         return dataclasses.replace(self, parts=convolutions.fast_in_loops(self.parts, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
-        """Runs `sums, parts = add(sums, turn)` for those that are alive, the remainder last.
+        """Runs `sums, parts = add(sums, turn)` for the micro-batches that are alive, the remainder last.
 
-        Beside the sums it returns the last carry. A micro-batch that is alive on another device only is run for what
-        it hands on. With `last_apart` the last of all is in no loop, and is run, alive or not; in the end it counts if
-        it is.
+        Returns the sums and the last carry. A micro-batch that is alive on another device only is run for its carry.
+        With `last_apart` the last micro-batch runs outside the loop, alive or not; it counts only if it is alive.
         """
 
         def run(index: Any, done: Done, *, after: bool = False) -> Done:
             rows = self._rows(index)
-            if after:  # else compilers begin with it at once, and keep what it needs
+            if after:  # else compilers begin with it at once, and keep the values that it needs
                 rows, done = compilers.ready_together(rows, done)
             sums, carry = done
             sums, parts = add(sums, self._of_rows(index, rows, carry))
@@ -134,23 +133,20 @@ class MicroBatches:
         return sums, selected(self.last_of(alive.anywhere), carry, done[1])
 
     def at(self, index: Index, flags: Flags) -> Flag:
-        """Returns the flag of one micro-batch."""
         full, rest = flags
         return rest if self.split.is_rest(index) else full if isinstance(full, bool) else full[index]
 
     def last_of(self, flags: Flags) -> Flag:
-        """Returns the flag of the last micro-batch."""
         return self.at(self.split.last, flags)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
-        """Returns micro-batches that raise `message` when they are differentiated through a `jit`."""
+        """The same micro-batches, which raise `message` when they are differentiated through a `jit`."""
         values = self.interleaved, self.rest, list(self.call.arguments.values())
         interleaved, rest, arguments = tracing.refuse_differentiation(values, message)
         call = self.call.with_values(tuple(self.call.arguments), arguments)
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
     def _rows(self, index: Index) -> Any:
-        """Returns the batch's arguments for one micro-batch."""
         return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
 
     def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:
@@ -166,7 +162,7 @@ class MicroBatches:
 
 
 def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
-    """Cuts the batch of a call of `fun`: what one device has of it."""
+    """Cuts one device's part of the batch of a call; `parts` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
@@ -175,7 +171,7 @@ def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: split
 
 
 def checked_batch(call: Call, sizes: splitting.Sizes) -> Call:
-    """Returns the call with a batch whose rows come first, checked: nothing that has as many is shared unasked."""
+    """Puts rows first, and raises for another argument with as many, unless a role says that it is shared."""
     if sizes.stacked:
         batch = splitting.rows_first(list(call[call.batch]))
         call = call.with_values(call.batch, batch)

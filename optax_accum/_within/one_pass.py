@@ -1,7 +1,8 @@
 """The gradient of a loss whose rows come together in its end alone: a sum over micro-batches, by known cotangents.
 
-What the batch alone decides is computed first. If the loss is then linear in what the loop over micro-batches gives,
-each is run once: its cotangents are known before the first. Else what they depend on is computed first, forward.
+Values that the batch alone decides are computed first. If the loss is then linear in the results of the loop over
+micro-batches, each micro-batch runs once: the cotangents are known before the first. Else a forward pass comes first,
+for the results on which the cotangents depend.
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ class OnePass:
     """A loss whose rows need one pass.
 
     Attributes:
-      store: what the batch alone decides.
-      before: what the parameters alone decide. It runs in the loop, so that its gradient is added there.
+      store: the inputs, and the values that the batch alone decides.
+      before: the equations of parameters without rows. They run in the loop, so that their gradient is added there.
       after: the equations that follow the loop.
-      known: the cotangents of what the loop gives, None where they are zero; None if they depend on that.
-      factor: the end of the loss tells a factor of them, and of the gradient.
-      end: the gradient of what follows the loop.
+      known: the cotangents of the loop's results, None where they are zero; None if they depend on the results.
+      factor: the place of the sum whose cotangent scales the gradient, and is known only at the end of the loss.
+      end: the end of the loss, and its gradient.
       is_measured: whether the gradient of each micro-batch is measured.
     """
 
@@ -48,7 +49,7 @@ class OnePass:
 
     @property
     def measured(self) -> "OnePass":
-        """The same, each gradient measured: a factor that the end tells comes from a forward pass, first."""
+        """The same, with each gradient measured: a factor that only the end tells comes from a forward pass, first."""
         of_all = {} if self.factor is None else {"known": None, "factor": None}
         return dataclasses.replace(self, is_measured=True, **of_all)
 
@@ -59,7 +60,7 @@ class OnePass:
 
     @property
     def taken(self) -> list[Value]:
-        """The values that the loop takes and that the parameters do not decide."""
+        """The values that the loop takes and that do not depend on the parameters."""
         inner = [value for equation in self.before for value in equation.ins]
         model = self.traced.levels.model
         takes = dict.fromkeys([*self.loop.takes, *inner])
@@ -67,12 +68,12 @@ class OnePass:
 
     @property
     def fixed(self) -> Leaves:
-        """What all micro-batches take whole."""
+        """The values that all micro-batches take whole."""
         return [jnp.asarray(self.store.whole(value)) for value in self.taken if value.axis is None]
 
     @property
     def batch(self) -> dict[str, Any]:
-        """What is split into micro-batches: arrays whose units come first."""
+        """The arrays that are split into micro-batches; their units come first."""
         units = self.traced.units
         total = units.size * units.parts
         along = [(jnp.asarray(self.store.whole(v)), axis_of(v)) for v in self.taken if v.axis is not None]
@@ -89,7 +90,7 @@ class OnePass:
         }
 
     def contribution(self, params: Leaves, batch: dict[str, Any], fixed: Leaves) -> tuple[jax.Array, Given]:
-        """Returns a micro-batch's part of the differentiated sum, over its share of the rows; and its results."""
+        """A micro-batch's part of the differentiated sum, over its share of the rows; and its results."""
         units, numbers = self.traced.units, batch["units"]
         env: dict[Value, Any] = dict(zip(model_inputs(self.traced), params, strict=True))
         env.update(zip([value for value in self.taken if value.axis is None], fixed, strict=True))
@@ -104,13 +105,13 @@ class OnePass:
         return sum(products, jnp.zeros([])) / share, Given(parts, first)
 
     def weight(self, batch: dict[str, Any]) -> Any:
-        """Returns the number of rows of a micro-batch; measured, of those that do not fill it up."""
+        """The number of rows of a micro-batch; if gradients are measured, without the rows that fill it up."""
         units, numbers = self.traced.units, batch["units"]
         return units.block * (jnp.sum(numbers < units.number) if self.is_filled else len(numbers))
 
     @property
     def is_filled(self) -> bool:
-        """Whether rows that fill up the last micro-batches must not count: a measured gradient is one of its rows."""
+        """Whether rows that fill up the last micro-batches must not count: they would change a measured gradient."""
         return self.is_measured and self.traced.units.fills
 
     @property
@@ -121,23 +122,22 @@ class OnePass:
 
     @property
     def reductions(self) -> Given:
-        """The names of the reductions that join what micro-batches give."""
+        """The names of the reductions that join the micro-batches' results."""
         return Given([REDUCTIONS[e.name].name for e in self.loop.parts], ["concat"] * len(self.loop.rows))
 
     def joined(self, given: Given) -> Given:
-        """Returns the loop's results, as the program has them."""
+        """The loop's results as the program has them."""
         units = self.traced.units
         pairs = zip(given.rows, self.loop.rows, strict=True)
         rows = [units.along(leaf[: units.number], axis_of(value)) for leaf, value in pairs]
         return Given(list(map(self.traced.device.joined, self.reductions.parts, given.parts)), rows)
 
     def outputs(self, given: Given) -> Leaves:
-        """Returns the outputs of the loss."""
         return self.end.outputs(given, self.end.params)
 
 
 def one_pass(traced: TracedCall) -> OnePass | None:
-    """Returns the loss as a pass with known cotangents, if there is one loop; its first output is differentiated."""
+    """The loss as one pass over its rows, None if one loop is not enough; its first output is differentiated."""
     levels = traced.levels
     if len(levels.loops) != 1 or len(levels.stages) != 2:
         return None
@@ -161,7 +161,7 @@ def one_pass(traced: TracedCall) -> OnePass | None:
 
 
 def is_one_pass(traced: TracedCall) -> bool:
-    """Returns whether each micro-batch runs once."""
+    """Whether each micro-batch runs once."""
     once = one_pass(traced)
     return once is not None and once.known is not None
 

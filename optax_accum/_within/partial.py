@@ -13,14 +13,13 @@ from optax_accum._rows.units import Units
 
 
 def type_of_part(equation: Equation) -> Any:
-    """Returns the type of what `part_of` returns."""
     result = equation.outs[0].aval
     adds_up = REDUCTIONS[equation.name].name == "sum"
     return result.update(dtype=_wide(result.dtype)) if adds_up else result
 
 
 def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
-    """Returns what one micro-batch adds to a reduction of rows, in at least float32 where it is a sum."""
+    """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
     name, axes = equation.name, [value.axis for value in equation.ins]
 
     def filled(value: Any, axis: int, nothing: Any) -> Any:
@@ -55,7 +54,7 @@ def _sum(rows: jax.Array, axis: Any) -> jax.Array:
 class _Reduction:
     name: str  # of the reduction that joins parts
     over: Callable[..., jax.Array] = _sum
-    nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: what changes no result
+    nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: the value that changes no result
 
 
 REDUCTIONS = {

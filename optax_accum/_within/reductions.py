@@ -36,7 +36,7 @@ class Reduction:
 
 
 class Outputs(NamedTuple):
-    """The outputs of the micro-batches, on their way to the output for the batch."""
+    """How the outputs of micro-batches are reduced to the batch's outputs."""
 
     reductions: Tree  # of each leaf
     shapes: Tree  # for a full micro-batch
@@ -45,15 +45,13 @@ class Outputs(NamedTuple):
     counted: bool  # whether the weights in a mean come out of `fun`: it is divided by their sum, at the end
 
     def start(self) -> Tree:
-        """Returns the outputs of no micro-batch."""
-
         def start(reduction: Reduction, shape: Any) -> Any:
             return reduction.start(shape, self.split)
 
         return jax.tree.map(start, self.reductions, self.shapes)
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
-        """Adds the outputs of a micro-batch, whose share, or weight, in a mean is given."""
+        """Adds the outputs of a micro-batch; `share` is its share, or its weight, in a mean."""
         if self.split.is_rest(index):
             check_rest(self, outputs)
 
@@ -66,7 +64,7 @@ class Outputs(NamedTuple):
         return jax.tree.map(add, self.reductions, totals, outputs)
 
     def finish(self, totals: Tree, weight: Callable[[], Any]) -> Tree:
-        """Returns the outputs of the batch, or of one device's part; `weight` is the weight of the batch."""
+        """The outputs of the batch, or of one device's part; `weight()` is the weight of the batch."""
         divides = any(map(self._divides, jax.tree.leaves(self.reductions)))
         sum_of_weights = weight() if divides else jnp.ones([])
 
@@ -83,7 +81,7 @@ class Outputs(NamedTuple):
 def outputs_of(
     names: Tree, shapes: Tree, split: Split, option: str = "aux_reduction", *, counted: bool = False
 ) -> Outputs:
-    """Returns how outputs of these shapes are reduced; raises where a reduction does not fit."""
+    """How outputs of these shapes are reduced; raises where a reduction does not fit."""
     expected = Outputs(_reductions_of(names, shapes, option), shapes, split, option, counted)
 
     pairs = zip(jax.tree.leaves(expected.reductions), jax.tree.leaves_with_path(shapes), strict=True)
@@ -95,28 +93,24 @@ def outputs_of(
 
 
 def over_devices(names: Tree, outputs: Tree, option: str = "aux_reduction") -> Tree:
-    """Returns for each leaf how `Space.output` joins the devices' parts of it."""
+    """The name by which `Space.output` joins the devices' parts of each leaf."""
     return jax.tree.map(lambda reduction: reduction.over, _reductions_of(names, outputs, option))
 
 
 def names_of(names: Tree, tree: Tree, option: str, tree_of: str = "the output") -> Tree:
-    """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix."""
+    """The name of each leaf's reduction; `names` is a prefix of the tree."""
     return for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", tree_of)
 
 
 def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
-    """Returns the reduction of each leaf.
-
-    The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number.
-    """
-
     def of_node(node: Any, named: Any) -> Any:
         adds = ratio.is_record(node)
 
         def reduction_of(name: Any, leaf: Any) -> Reduction:
             if dtypes.is_float0(leaf):
-                return _NO_NUMBER
+                return _NO_NUMBER  # the gradient of an integer
             reduction = _merging(name) if callable(name) else REDUCTIONS[name]
+            # The mean of a `Ratio` is one sum over another: both are added.
             return REDUCTIONS["sum"] if adds and reduction.weighted else reduction
 
         return jax.tree.map(reduction_of, named, node)
@@ -222,7 +216,7 @@ def _combined(combine: Callable[[Any, Any], jax.Array]) -> Callable[..., jax.Arr
 
 
 def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
-    """Returns the reduction by a function that merges two outputs, beginning with the first micro-batch's."""
+    """The reduction by a function that merges two outputs; it begins with the first micro-batch's."""
 
     def add(total: tuple[jax.Array, jax.Array], output: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
         begun, value = total

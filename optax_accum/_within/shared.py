@@ -26,7 +26,7 @@ class Widened(NamedTuple):
 
 
 def widened(tree: Tree, gathers: Tree) -> Tree:
-    """Applies each function to its array, and returns `Widened` for narrow ones."""
+    """Applies to each array its function; a narrow array becomes a `Widened`."""
 
     def widen(leaf: Any, gather: Callable[[Any], Any]) -> Any:
         if not is_array(leaf):
@@ -37,7 +37,7 @@ def widened(tree: Tree, gathers: Tree) -> Tree:
 
 
 def narrowed(tree: Tree) -> Tree:
-    """Returns the tree as one micro-batch sees it."""
+    """The tree as one micro-batch sees it."""
 
     def is_widened(node: Any) -> bool:
         return isinstance(node, Widened)
@@ -48,16 +48,16 @@ def narrowed(tree: Tree) -> Tree:
 class Closure:
     """The values that functions close over, widened once for all these functions.
 
-    JAX traces them as the same on all devices, so they stay that: it adds their gradients over devices each time.
+    JAX traces them as the same on all devices, and they stay that: JAX adds their gradients over devices each time.
     """
 
     def __init__(self, known: Tree):
-        """Takes what is widened already."""
+        """Takes the values that are widened already."""
         self._known = set(map(id, jax.tree.leaves(known)))
-        self._found: dict[int, tuple[Any, Any]] = {}  # beside a leaf what it became: so no other has its identity
+        self._found: dict[int, tuple[Any, Any]] = {}  # by id, the leaf and its wide form: no other leaf gets the id
 
     def widen(self, leaves: Sequence[Any]) -> bool:
-        """Widens what is closed over, if some of it is narrow; returns whether some is."""
+        """Widens closed-over values, if one of them is narrow; returns whether one is."""
         if not any(_is_narrow(leaf) and id(leaf) not in self._known for leaf in leaves):
             return False
         for leaf in leaves:
@@ -66,7 +66,7 @@ class Closure:
         return True
 
     def opened(self, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
-        """Returns `fun`, of an argument like the example, that closes over what was widened, for a loop."""
+        """`fun` for a loop, with widened values in place of those it closes over; its argument is like `example`."""
         try:
             program, shapes = jax.make_jaxpr(fun, return_shape=True)(example)
         except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
@@ -88,7 +88,7 @@ def _same(leaf: Any) -> Any:
 
 
 def _is_narrow(leaf: Any) -> bool:
-    """Returns whether the gradient of a leaf, if JAX may ask for it, would be added in its narrow dtype."""
+    """Whether a leaf's gradient, if JAX may ask for it, would be added in its narrow dtype."""
     may_be_asked = isinstance(leaf, Tracer) and not compilers.is_reference(leaf)
     return may_be_asked and dtypes.is_narrow(jnp.result_type(leaf))
 
@@ -112,4 +112,5 @@ def _narrow(leaf: jax.Array, zeros: jax.Array) -> jax.Array:
 
 @_narrow.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    return _narrow(*primals), tangents[1].astype(primals[0].dtype)  # that, and not the leaf: for second derivatives
+    # The tangent of the zeros, not of the leaf: for second derivatives.
+    return _narrow(*primals), tangents[1].astype(primals[0].dtype)

@@ -35,11 +35,9 @@ class Split(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The index of the last micro-batch."""
         return self.parts - 1
 
     def is_rest(self, index: int | jax.Array) -> bool:
-        """Returns whether this is the index of the micro-batch of those that are left."""
         return isinstance(index, int) and index == self.full
 
 
@@ -56,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any, stacked: bool = False) -> Sizes:
-    """Returns the sizes asked for: exactly one of the two numbers, or neither for a stacked batch."""
+    """Checks the sizes: exactly one of the two numbers, or neither for a stacked batch."""
     if stacked:
         if (num_microbatches, microbatch_size, group_size) != (None, None, 1):
             raise ValueError(
@@ -76,9 +74,9 @@ def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any, stack
 
 
 def rows_first(batch: Tree) -> Tree:
-    """Returns a stacked batch [k, m, ...] as [m, k, ...], whose rows can be dealt out to devices.
+    """Turns a stacked batch [k, m, ...] into [m, k, ...], whose rows can be dealt out to devices.
 
-    Graphs have as many nodes, edges and so on in each micro-batch as they like, if all micro-batches have as many.
+    Leaves may differ in m, as the nodes and edges of graphs do; all have one k.
     """
     counts = set()
     for path, leaf in by_path(batch, "it"):
@@ -106,9 +104,9 @@ def rows_first(batch: Tree) -> Tree:
 
 
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
-    """Returns how one device's rows of `batch` are cut, from shapes alone."""
+    """How one device's rows of `batch` are cut, from shapes alone."""
     if sizes.stacked:
-        size, number, *_ = jax.tree.leaves(batch)[0].shape  # as `first_rows` has it
+        size, number, *_ = jax.tree.leaves(batch)[0].shape  # of `rows_first`: [m, k, ...]
         return Split(size * number, size, number, 0, stacked=True)
     rows, (num_microbatches, microbatch_size, group, _) = count_known_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"
@@ -134,7 +132,7 @@ def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
 
 
 def interleaved(split: Split, batch: Tree) -> Tree:
-    """Returns the full micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
+    """The full micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
 
     A reshape: interleaving leaves each row on the device where it is. With groups of g rows, [b / g, k, g, ...].
     """
@@ -149,7 +147,7 @@ def interleaved(split: Split, batch: Tree) -> Tree:
 
 
 def micro_batch(split: Split, batch: Tree, index: int | jax.Array) -> Tree:
-    """Returns full micro-batch `index`: leaves [b, ...]."""
+    """Full micro-batch `index`: leaves [b, ...]."""
 
     def take(leaf: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
@@ -158,20 +156,20 @@ def micro_batch(split: Split, batch: Tree, index: int | jax.Array) -> Tree:
 
 
 def ungrouped(split: Split, micro_batch: Tree) -> Tree:
-    """Returns a micro-batch [b / g, g, ...] as [b, ...]."""
+    """Merges the axes of a micro-batch [b / g, g, ...] to [b, ...]."""
     if split.group == 1:
         return micro_batch
     return of_rows(lambda leaf: jax.lax.collapse(leaf, 0, 2), micro_batch)
 
 
 def original_order(split: Split, rows: jax.Array) -> jax.Array:
-    """Returns the outputs [k, b, ...] of the full micro-batches in the order of the batch's rows."""
+    """Puts the outputs [k, b, ...] of the full micro-batches in the order of the batch's rows."""
     rows = rows.reshape(split.full, split.size // split.group, split.group, *rows.shape[2:])
     return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
 
 
 def remainder(split: Split, batch: Tree) -> Tree:
-    """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
+    """The micro-batch of the remaining rows: leaves [r, ...]."""
     return of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
 
 

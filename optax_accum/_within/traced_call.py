@@ -24,7 +24,7 @@ from optax_accum._within.splitting import Sizes, split_rows
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """A call, traced for the rows of all devices and for twice as many, abstractly: what grows has rows.
+    """A call, traced for the rows of all devices and for twice as many, abstractly: an axis that grows has rows.
 
     Attributes:
       traced: the function, for all rows.
@@ -43,12 +43,12 @@ class TracedCall:
     values: Sequence[Any]
 
     def returned(self, outputs: Sequence[Any]) -> Tree:
-        """Returns the outputs of the program as the function returns them."""
+        """The program's outputs in the tree that the function returns."""
         return jax.tree.unflatten(jax.tree.structure(self.traced.shapes), outputs)
 
 
 def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
-    """Returns how many micro-batches a device is to make of its rows."""
+    """The number of micro-batches on each device."""
     return split_rows(batch, sizes, devices).parts
 
 
@@ -60,10 +60,11 @@ def trace_call(
     device: Device | None = None,
     crossing: Crossing = Crossing.SAVE,
 ) -> TracedCall:
-    """Traces a call, of which a device has its rows; `model` names the arguments by which it may be differentiated.
+    """Traces a call that has one device's rows; `model` names the arguments by which it may be differentiated.
 
     Raises:
-      ValueError: `fun` is another program for twice as many rows, or none; a group of rows is on two devices.
+      TypeError, ValueError: `fun` is another program for twice as many rows, or fails for them; a group of rows is on
+        two devices.
     """
     device = device or Device()
     devices = device.count
@@ -104,20 +105,19 @@ def trace_call(
 
 
 def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:
-    """Returns the shapes of a function's results."""
     of_arrays, arrays = _of_arrays(fun, call)
     return jax.eval_shape(of_arrays, arrays)
 
 
 def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
-    """Returns a call as a function of its arrays, and the arrays."""
+    """The call as a function of its arrays, and the arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], is_array)
     return lambda arrays: call.with_values(names, filled(arrays)).apply(fun), arrays
 
 
 def type_of(leaf: Any, times: int = 1) -> Any:
-    """Returns the type of an array, for so many times the rows."""
+    """The type of an array with `times` times its rows."""
     shape = jnp.shape(leaf)
     shape = (times * shape[0], *shape[1:]) if is_split(leaf) and times > 1 else shape
     weak = getattr(leaf, "weak_type", False)

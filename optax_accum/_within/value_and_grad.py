@@ -206,7 +206,7 @@ def value_and_grad(
 
 
 def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]]:
-    """Returns what `value_and_grad` made; it raises an `UnreadableError` where the traced loss does not tell how."""
+    """The same without a fallback: an `UnreadableError` where the trace does not tell how rows belong together."""
 
     @functools.wraps(compute)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

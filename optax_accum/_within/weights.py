@@ -24,9 +24,9 @@ def weigh(
     traced: Traced,
     count: Callable[[Alive], dict[str, jax.Array]],
 ) -> tuple[ByShare, Alive]:
-    """Returns how the micro-batches are weighed whose loss has these shapes, and which are run.
+    """How micro-batches are weighed, and which of them run; `loss` has the shapes of their loss.
 
-    `traced` is `fun` for one of them; `count` runs those that are alive for the counts of a dict of `Ratio`s.
+    `traced` is `fun` for one micro-batch; `count` runs those that are alive for the counts of a dict of `Ratio`s.
     """
     device = micro_batches.device
     full, rest, total = _shares(micro_batches, weight_fn)
@@ -47,7 +47,7 @@ def weigh(
 
 
 def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -> tuple[Shares, Shares, Any]:
-    """Returns `w_i / sum(w)` of the full micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
+    """`w_i / sum(w)` of the full micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
 
     The weights are added in the default float dtype, so that counts of tokens cannot overflow; and over the devices
     that have parts of one batch.
@@ -74,25 +74,25 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
 
 
 def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns a part of a total: 0 of 0, and NaN, which shows, of one that overflowed."""
+    """`weight / total`: 0 if the total is 0, and NaN, which shows, if it overflowed."""
     return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
 
 
 def _live_rows(micro_batches: MicroBatches, alive: Flags) -> Any:
-    """Returns the number of rows in all micro-batches that run, at least 1."""
+    """The number of rows in all micro-batches that run, at least 1."""
     split = micro_batches.split
     return jnp.maximum(micro_batches.device.total(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
 
 
 def _live(shares: Shares) -> Flag:
-    """Returns which micro-batches count: a bool of the shape of their shares. The others are not run."""
+    """Whether each micro-batch counts, a bool of the shape of its share; the others are not run."""
     if isinstance(shares, float):
         return bool(shares)
     return jnp.any(jnp.stack([jnp.asarray(share) != 0 for share in jax.tree.leaves(shares)]), axis=0)
 
 
 def _weights(weights: Any) -> Any:
-    """Returns the weights of `weight_fn`, checked, in the dtype in which they are added."""
+    """Checks the weights of `weight_fn`, and casts them to the dtype in which they are added."""
     if isinstance(weights, Mapping):
         return {key: _weight(weight, f"weight_fn's {key!r}") for key, weight in weights.items()}
     return _weight(weights, "weight_fn's result")

@@ -33,7 +33,7 @@ class UnreadableError(Exception):
 
 
 class Local(NamedTuple):
-    """What one device has of a result: its part of the gradient and of the statistics, and its rows of outputs."""
+    """One device's part of the gradient and of the statistics, and its rows of outputs."""
 
     grads: Any
     outputs: Tree
@@ -44,14 +44,14 @@ class Local(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Along:
-    """The rows of one device of an output, [n, ...], that belong along an axis."""
+    """One device's rows of an output, [n, ...], and the axis along which they belong."""
 
     rows: jax.Array
     axis: int = dataclasses.field(metadata={"static": True})
 
 
 def differentiated(rules: CallRules, device: Device, call: Call, again: bool) -> tuple[Local, Tree]:
-    """Returns what this device has of the whole batch's value and gradient, and the outputs that all have alike.
+    """One device's part of the whole batch's value and gradient, and the outputs that all devices have alike.
 
     Raises:
       UnreadableError: the loss communicates, or looks at values.
@@ -81,7 +81,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
 
 
 def joined(space: Space, local: Tree, outputs: Tree) -> Tree:
-    """Returns outputs as `fun` does, from those that devices have for themselves and those that all have alike."""
+    """The outputs as `fun` returns them, from the devices' own parts and from outputs that all have alike."""
 
     def join(mine: Any, same: Any) -> Any:
         if mine is None:
@@ -94,7 +94,7 @@ def joined(space: Space, local: Tree, outputs: Tree) -> Tree:
 
 
 def _of_one_number(rules: CallRules) -> Callable[..., Any]:
-    """Returns `fun` with a loss that is one number: a `Ratio` is divided, and several terms are added."""
+    """`fun` with a loss that is one number: a `Ratio` is divided, and several terms are added."""
 
     @functools.wraps(rules.fun)
     def fun(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
 
 
 def _in_levels(rules: CallRules, device: Device, call: Call, loss: TracedCall, again: bool) -> tuple[Local, Tree]:
-    """Returns the value and the gradient of a loss that takes rows together before its end."""
+    """The value and the gradient of a loss that takes rows together before its end."""
     rules.meter.refuse(
         "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
         "gradients of their own. Leave statistics out."
@@ -130,7 +130,7 @@ def _in_levels(rules: CallRules, device: Device, call: Call, loss: TracedCall, a
 
 
 def _differentiated(rules: CallRules, device: Device, call: Call, compute: Callable[[Call], Any]) -> tuple[Tree, Any]:
-    """Returns this device's part of the gradient, by `jax.grad`, and what `compute` returns."""
+    """One device's part of the gradient, by `jax.grad`, and the result of `compute`."""
 
     def fun(params: Tree) -> Any:
         outputs = compute(call.with_values(call.params, params))
@@ -142,7 +142,7 @@ def _differentiated(rules: CallRules, device: Device, call: Call, compute: Calla
 
 
 def _widened(grad: Any, named: Any) -> Any:
-    """Returns a gradient in the dtype in which it is added over devices."""
+    """The gradient in the dtype in which it is added over devices."""
     return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
 
 
@@ -150,7 +150,7 @@ def _widened(grad: Any, named: Any) -> Any:
 
 
 def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
-    """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
+    """The value and the gradient of a loss whose cotangents are known beforehand."""
     if rules.meter.measures:
         once = once.measured
 
@@ -180,7 +180,7 @@ def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, ag
 
 
 def _as_end_allows(device: Device, once: OnePass) -> Device:
-    """Returns the device; where the end of the loss adds to gradients, these are added over the devices after it."""
+    """The device, without overlap if the end of the loss adds to gradients: devices add them after it."""
     if not once.end.adds:
         return device
     if device.overlap:
@@ -192,7 +192,7 @@ def _as_end_allows(device: Device, once: OnePass) -> Device:
 
 
 def _ended(once: OnePass, given: Given, grads: Any) -> Any:
-    """Returns the gradient after the end of the loss: scaled by its factor, with its own terms added."""
+    """The gradient after the end of the loss: scaled by its factor, with its own terms added."""
     leaves, treedef = jax.tree.flatten(grads)
     if once.factor is not None:
         factor = once.end.factor(given, once.factor)
@@ -204,7 +204,7 @@ def _ended(once: OnePass, given: Given, grads: Any) -> Any:
 
 
 def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
-    """Splits outputs into each device's own and the ones that all have alike; None stands for the others."""
+    """Splits outputs into one device's own and those that all have alike; None stands for the others."""
     leaves = jax.tree.leaves(outputs)
     if device.is_alone:
         device.check_axes(leaves)
