@@ -19,10 +19,9 @@ from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leav
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
-from optax_accum._loss.sinks import Finish
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
-from optax_accum._space.space import Reduced
+from optax_accum._space.ending import Ending, Reduced
 
 _AGAIN = (
     "What value_and_apply_gradients returns is not differentiated through jit, a scan or jax.checkpoint, where "
@@ -95,14 +94,14 @@ class Loss:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
             return backward, (loss, value, weighing.counted(parts.loss))
 
-        finish = self._finish(device, acc, inside, flush)
+        ending = self._ending(device, acc, inside, flush)
         if acc is None or (not inside and (self.meter.measures or weighing.weight is None)):
             backward, (loss, value, weight) = run(None)
             return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
         add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary, together=together)
-        if inside and finish is not None:
+        if inside and ending is not None:
             acc, squares, (loss, value, counted) = add_last(
-                acc, run, weighing.weight, index == 0, inside=inside, finish=finish, vary=device.vary
+                acc, run, weighing.weight, index == 0, inside=inside, finish=ending.finish, vary=device.vary
             )
             weight = counted if weighing.weight is None else weighing.weight
         elif weighing.weight is not None:
@@ -112,13 +111,10 @@ class Loss:
             backward, (loss, value, weight) = run(inside)  # a Ratio has its weight only when it has been run
             acc, squares, _ = add(acc, lambda _: (backward, None), weight)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
-        reduced = None if finish is None else Reduced(device.local_parts(acc))
+        reduced = None if ending is None else ending.reduced(acc)
         return Done(loss, value, weight, Added(acc, measured, reduced))
 
-    def _finish(
-        self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None
-    ) -> list[Finish] | None:
-        """Functions that add each sum over the devices; None unless the last backward pass of the window does that."""
+    def _ending(self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None) -> Ending | None:
         if flush is False:
             return None
         needs = None
@@ -126,7 +122,7 @@ class Loss:
             needs = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
         elif not inside:
             needs = 'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
-        return device.added_up(acc) if device.overlaps(acc, needs) else None
+        return device.ending(acc, needs)
 
     def _check_groups(self, device: Device, call: Call) -> None:
         if self.group_size > 1 and any(map(rows.is_split, jax.tree.leaves(call[call.batch]))):

@@ -23,7 +23,8 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.meter import Meter
 from optax_accum._space.devices import Devices
-from optax_accum._space.space import Reduced, Space
+from optax_accum._space.ending import Reduced
+from optax_accum._space.space import Space
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,8 @@ from optax_accum._core import arithmetic, compilers
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
-from optax_accum._loss.sinks import Finish
 from optax_accum._space import collectives, mapped
-from optax_accum._space.collectives import Shard
-
-WORTH_HIDING = 64 << 20  # bytes
+from optax_accum._space.ending import Ending, Endings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +25,14 @@ class Device:
       axes: the names of the mesh axes.
       one_batch: whether the examples of all devices are one batch.
       dtype: in which gradients cross the network.
-      overlap: whether the last backward pass is to add gradients over the devices; None: where that pays.
-      lacks: what a backward pass would need to add gradients over the devices; None if it can.
-      hides: whether this backend adds them beside other work.
-      shards_of: `shards_of(sums)`, which shard of each sum a device keeps; None: all devices get the sum.
+      endings: which windows end with a backward pass that adds gradients over the devices.
       shards: by name, how the arguments are sharded of which each device has a shard.
     """
 
     axes: Axes = ()
     one_batch: bool = True
     dtype: Any = None
-    overlap: bool | None = None
-    lacks: str | None = "a sum over devices"
-    hides: bool = False
-    shards_of: Callable[[Tree], Sequence[Shard]] | None = None
+    endings: Endings = dataclasses.field(default_factory=Endings)
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
 
     @property
@@ -88,45 +79,18 @@ class Device:
         """Adds a leaf over all devices; each has the sum as its own."""
         return leaf if self.count == 1 else self.vary(collectives.add_up(leaf, self.axes, self.dtype))
 
-    def overlaps(self, acc: Tree, needs: str | None = None) -> bool:
-        """Whether the last backward pass adds the sums over the devices, too; raises if it is asked to and cannot.
+    def with_endings(self, **fields: Any) -> "Device":
+        return dataclasses.replace(self, endings=dataclasses.replace(self.endings, **fields))
 
-        `needs` is what the caller lacks for it. By default it does on GPUs, from `WORTH_HIDING` bytes on.
+    def ending(self, sums: Tree, needs: str | None = None) -> Ending | None:
+        """How the last backward pass adds these sums over the devices, if it does; raises if it is asked to in vain.
+
+        `needs` is what the caller lacks for it.
         """
-        needs = self.lacks or needs
-        if needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
-            needs = "Devices(to=) that shards no dimension over other axes, too, on a mesh where these are Auto"
-        if self.overlap and needs:
-            raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(acc))
-        worth = self.hides and size >= WORTH_HIDING
-        return needs is None and (worth if self.overlap is None else self.overlap)
-
-    def added_up(self, acc: Tree) -> list[Finish]:
-        """For each leaf, the function that adds a sum, or a slice of it, over the devices in place.
-
-        That function returns None for a slice that has to wait for other slices.
-        """
-        collectives.check_narrow(self.dtype, acc)
-        leaves, shards = jax.tree.leaves(acc), self._shards(acc)
-        if shards is None:
-            return [self.add_up] * len(leaves)
-
-        def in_front(shard: Any, leaf: Any) -> Any:
-            return functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
-
-        return list(map(in_front, shards, leaves))
-
-    def local_parts(self, sums: Tree) -> Tree:
-        """The parts that this device keeps of sums that `added_up` has finished."""
-        shards = self._shards(sums)
-        if shards is None:
-            return sums
-        leaves = [shard.front(leaf) for shard, leaf in zip(shards, jax.tree.leaves(sums), strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(sums), leaves)
-
-    def _shards(self, sums: Tree) -> Sequence[Shard] | None:
-        return None if self.shards_of is None else self.shards_of(sums)
+        ending = self.endings.ending(sums, self.add_up, needs)
+        if ending is not None:
+            collectives.check_narrow(self.dtype, sums)
+        return ending
 
     def joined(self, reduction: str, value: jax.Array) -> jax.Array:
         """The sum over all devices, or an extreme, which is not differentiated."""

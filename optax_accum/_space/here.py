@@ -5,7 +5,6 @@ axes, each on its device. On every mesh that is an ordinary array: it passes jit
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
-import dataclasses
 from typing import Any, cast
 
 import jax
@@ -95,7 +94,7 @@ class OverMesh(Several):
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
         mesh = meshes.mesh_of(self.axes, call[tuple(call.arguments)])
-        return dataclasses.replace(super()._device(call), hides=meshes.is_gpu(meshes.device_kind(mesh)))
+        return super()._device(call).with_endings(hides=meshes.is_gpu(meshes.device_kind(mesh)))
 
     def _is_in_place(self, acc: Tree) -> bool:
         """Whether the sum over all devices is written over the partial sums."""
@@ -158,7 +157,7 @@ class ToShards(OverMesh):
             return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
 
         # Unrolled, XLA combines the scatters at the end.
-        return dataclasses.replace(super()._device(call), hides=False, shards_of=shards)
+        return super()._device(call).with_endings(hides=False, shards_of=shards)
 
     def _shardings(self, params: Tree) -> Tree:
         return meshes.shardings(self.to, params, self.axes)

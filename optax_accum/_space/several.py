@@ -4,7 +4,6 @@ A tree of them has leaves [d, ...], one partial sum for each of the d devices al
 `jax.shard_map` [1, ...], this device's own. Where their sum goes is a class: to all, to shards, or nowhere.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,8 @@ from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, check_local, check_num_devices, check_replicated, check_shared
-from optax_accum._space.space import Reduced, Space
+from optax_accum._space.ending import Endings, Reduced
+from optax_accum._space.space import Space
 
 
 class Several(Space):
@@ -31,7 +31,7 @@ class Several(Space):
     def __init__(self, devices: Devices):
         self.axes, self.dtype = devices.axes, devices.dtype
         one_batch = not devices.is_partial
-        self.device = Device(self.axes, one_batch=one_batch, dtype=self.dtype, overlap=devices.overlap)
+        self.device = Device(self.axes, one_batch, self.dtype, Endings(devices.overlap))
 
     def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
         check_num_devices(like)
@@ -94,7 +94,7 @@ class Several(Space):
         return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
-        return dataclasses.replace(self.device, lacks=self._lacks())
+        return self.device.with_endings(lacks=self._lacks())
 
 
 class InShardMap(Several):

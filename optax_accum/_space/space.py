@@ -4,7 +4,7 @@ A *partial sum* is one device's part of a sum.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -13,14 +13,9 @@ from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.types import Name, Tree, Weight
 from optax_accum._space.device import Device
+from optax_accum._space.ending import Reduced
 
 Local = Callable[..., tuple[Tree, Tree]]
-
-
-class Reduced(NamedTuple):
-    """Sums that a backward pass has added over the devices: each has the sum, or its shard of it."""
-
-    sums: Tree
 
 
 class Space:

@@ -19,7 +19,7 @@ from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leav
 from optax_accum._loss.parts import Parts
 from optax_accum._loss.weighing import ByShare
 from optax_accum._space.device import Device
-from optax_accum._space.space import Reduced
+from optax_accum._space.ending import Ending
 from optax_accum._within import gradients, microbatches, reductions, weights
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
 from optax_accum._within.rules import CallRules
@@ -55,7 +55,7 @@ class Cut:
     kinds: Tree  # the reduction of each leaf's gradients
     static: bool  # whether the loop passes all micro-batches, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
-    overlaps: bool = False  # whether the last backward pass adds them over the devices, too
+    ending: Ending | None = None  # of the window, if the last backward pass adds gradients over the devices, too
     scale: float = 1.0  # of gradients until all are added
 
     def add_up(self) -> tuple[Sums, Tree]:
@@ -63,7 +63,7 @@ class Cut:
         refs, sums = self.start()
         add = functools.partial(self.add, refs)
         in_order = self.micro_batches.in_order
-        sums, carry = in_order(add, sums, self.alive, static=self.static, last_apart=self.overlaps)
+        sums, carry = in_order(add, sums, self.alive, static=self.static, last_apart=self.ending is not None)
         return self.finish(refs, sums), carry
 
     def start(self) -> tuple[gradients.Leaves, Sums]:
@@ -95,7 +95,7 @@ class Cut:
             grads = jax.tree.map(lambda leaf: leaf * jnp.asarray(1 / self.scale, leaf.dtype), grads)
         return sums._replace(
             loss=self.weighing.finished(sums.loss, self.loss_dtype),
-            grads=Reduced(self.device.local_parts(grads)) if self.overlaps else grads,
+            grads=grads if self.ending is None else self.ending.reduced(grads),
             outputs=self.outputs.finish(sums.outputs, lambda: self.device.total(sums.counted)),
             weight=self.weighing.weight_of(sums.counted, self.device.count),
         )
@@ -110,8 +110,8 @@ class Cut:
         if inside and inside.factor is not None:
             local = self.micro_batches.at(index, self.alive.local)
             inside = dataclasses.replace(inside, factor=jnp.asarray(local, dtypes.default_float()))
-        if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
+        if inside and self.ending and isinstance(index, int) and index == self.micro_batches.split.last:
+            inside = inside.last(refs, self.ending.finish, self.micro_batches.last_of(self.alive.local))
         return contribution(fun, call[call.params], self.weighing, index, inside, self.scale)
 
     @property
@@ -185,7 +185,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
         kinds=kinds,
         static=static,
         inside=inside,
-        overlaps=device.overlaps(empty, None if inside_all else "gradients that are added inside the backward pass"),
+        ending=device.ending(empty, None if inside_all else "gradients that are added inside the backward pass"),
         scale=scale,
     )
 

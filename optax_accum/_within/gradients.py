@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, compilers
 from optax_accum._core.types import Tree
 from optax_accum._loss.backward import Backward
-from optax_accum._space.space import Reduced, Space
+from optax_accum._space.ending import Reduced
+from optax_accum._space.space import Space
 
 # For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of the micro-batches' values the
 # largest counts, or the last. Gradients travel as two parallel lists, references and totals; each has None where the

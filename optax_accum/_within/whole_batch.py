@@ -27,6 +27,11 @@ from optax_accum._within.one_pass import OnePass, one_pass
 from optax_accum._within.rules import CallRules
 from optax_accum._within.traced_call import TracedCall, number_of_microbatches, trace_call
 
+_SUM_OVER_ROWS = (
+    "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
+    "is added in the end, and which the optimizer could add"
+)
+
 
 class UnreadableError(Exception):
     """The trace does not tell how micro-batches belong together: they are weighed by their rows."""
@@ -170,25 +175,13 @@ def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, ag
         single=False,
         aux_reduction=once.reductions,
     )
-    sums, _ = cut(
-        inner, _as_end_allows(device, once), roles.bind((*call[call.params], once.batch, once.fixed), {}), again
-    ).add_up()
+    if once.end.adds:
+        device = device.with_endings(lacks=_SUM_OVER_ROWS)
+    sums, _ = cut(inner, device, roles.bind((*call[call.params], once.batch, once.fixed), {}), again).add_up()
     given = once.joined(sums.outputs)
     grads = _ended(once, given, sums.grads)
     local, same = _placed(device, once.traced, once.traced.returned(once.outputs(given)))
     return Local(grads, local, sums.samples, sums.weight), same
-
-
-def _as_end_allows(device: Device, once: OnePass) -> Device:
-    """The device, without overlap if the end of the loss adds to gradients: devices add them after it."""
-    if not once.end.adds:
-        return device
-    if device.overlap:
-        raise ValueError(
-            "overlap=True needs a loss whose gradient is a sum over rows: this one has a term of the parameters alone "
-            "(weight decay, say), which is added in the end. Leave overlap=None, or give the term to the optimizer."
-        )
-    return dataclasses.replace(device, overlap=False)
 
 
 def _ended(once: OnePass, given: Given, grads: Any) -> Any:
