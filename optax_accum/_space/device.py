@@ -29,7 +29,7 @@ class Device:
       one_batch: whether the examples of all devices are one batch.
       dtype: in which gradients cross the network.
       overlap: whether the last backward pass is to add gradients over the devices; None: where that pays.
-      lacks: what a backward pass would need to add gradients over the devices; None if it can.
+      lacks: the condition, in words, that a backward pass here lacks for adding gradients over the devices, or None.
       hides: whether this backend adds them beside other work.
       shards_of: `shards_of(sums)`, which shard of each sum a device keeps; None: all devices get the sum.
       shards: by name, how the arguments are sharded of which each device has a shard.
@@ -91,7 +91,7 @@ class Device:
     def overlaps(self, acc: Tree, needs: str | None = None) -> bool:
         """Whether the last backward pass adds the sums over the devices, too; raises if it is asked to and cannot.
 
-        `needs` is what the caller lacks for it. By default it does on GPUs, from `WORTH_HIDING` bytes on.
+        `needs` is a condition that the caller lacks for it. By default it does on GPUs, from `WORTH_HIDING` bytes on.
         """
         needs = self.lacks or needs
         if needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
@@ -251,7 +251,6 @@ class Device:
             )
 
     def check_carry(self, carry: Tree) -> None:
-        """Raises for a carry that differs between devices."""
         if any(mapped.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
             raise ValueError(
                 f"With devices, the carry must be the same on all devices: it differs over {self.axes}. Return "
