@@ -1,1 +1,1 @@
-"""Trees, their dtypes and sums, the state, traced programs, what versions of JAX do: every other room stands on it."""
+"""Trees, their dtypes, sums, the state, traced programs, JAX versions: every other room stands on it."""

@@ -79,7 +79,6 @@ def explicit_sharding(leaf: Any) -> Any:
 
 
 def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
-    """Puts an array on the Explicit axes that a type names."""
     sharding = explicit_sharding(kind)
     return leaf if sharding is None else jax.sharding.reshard(leaf, sharding)
 
@@ -105,7 +104,7 @@ def ready_together(*trees: Tree) -> tuple[Tree, ...]:
     if versions.JAX >= (0, 11, 2):
         return jax.lax.optimization_barrier(trees)
     leaves, treedef = jax.tree.flatten(trees)
-    alike: dict[frozenset[str], list[int]] = {}  # what comes out of one barrier is of one type
+    alike: dict[frozenset[str], list[int]] = {}  # the results of one barrier have one type
     for i, leaf in enumerate(leaves):
         alike.setdefault(varying_axes(leaf), []).append(i)
     for places in alike.values():
@@ -228,7 +227,6 @@ def mesh_of_type(leaf: Any) -> Any:
 
 
 def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
-    """Marks a value as one that may differ between devices along the axes."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(leaf, tuple(axes), to="varying")
     return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]

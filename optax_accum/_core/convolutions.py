@@ -68,7 +68,6 @@ class Rewriting:
         self.done: dict[int, tuple[Any, Any]] = {}  # by id, beside the program that has the id
 
     def program(self, program: Any) -> Any:
-        """Rewrites a program, with its constants or without."""
         if id(program) not in self.done:
             jaxpr = compilers.opened(program)[0]
             new = jaxpr.replace(eqns=list(map(self.equation, jaxpr.eqns)))
@@ -76,7 +75,6 @@ class Rewriting:
         return self.done[id(program)][1]
 
     def equation(self, equation: Any) -> Any:
-        """Rewrites an equation, and the programs inside it."""
         if not _convolves(equation):
             return equation
         if equation.primitive is PLAIN:

@@ -100,7 +100,6 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
 
 
 def names_in(tree: Tree) -> str:
-    """The names of the dtypes in `tree`, each once, for a message."""
     return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
 
 

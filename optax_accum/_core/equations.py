@@ -9,7 +9,6 @@ from jax.extend import core
 
 
 def inner_programs(equation: Any) -> Iterator[Any]:
-    """Yields the programs inside an equation of a traced program: of a loop, a branch, a function."""
     for inner in jax.tree.leaves(list(equation.params.values())):
         program = getattr(inner, "jaxpr", inner)  # with or without its constants
         if isinstance(program, core.Jaxpr):

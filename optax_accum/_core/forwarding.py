@@ -31,7 +31,6 @@ class Forwarding(NamedTuple):
     results: Callable[[list[Tree]], tuple[Tree, ...]]
 
     def lower(self, trees: list[Tree]) -> Any:
-        """Lowers the program for arrays, or their shapes."""
         return self.run.lower(self.donated(trees), self.kept(trees))
 
     def __call__(self, trees: list[Tree]) -> tuple[Tree, ...]:

@@ -21,7 +21,6 @@ def narrower(params: Tree, acc: Tree) -> str | None:
 
 
 def check_params(params: Tree, grads: Tree) -> None:
-    """Raises unless the gradients have the tree and the shapes of the parameters."""
     _paired(grads, params, "parameters", "Pass the parameters that were differentiated.")
 
 

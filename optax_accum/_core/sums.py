@@ -55,7 +55,6 @@ def new_seen() -> Seen:
 
 
 def as_number(seen: Seen) -> jax.Array:
-    """The count as one float, for a log."""
     return _UNIT * seen.units.astype(seen.rest.dtype) + seen.rest
 
 

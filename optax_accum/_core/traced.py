@@ -1,4 +1,4 @@
-"""A function, traced once, and what is known of its program."""
+"""A function, traced once, and facts about its program."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from optax_accum._core.types import Tree
 class Traced:
     """The program of a function, with its constants, and the shapes of its results.
 
-    `run` does what the function does, without tracing it again.
+    `run` computes the function without tracing it again.
     """
 
     program: Any
@@ -36,7 +36,6 @@ class Traced:
 
     @functools.cached_property
     def has_loop_or_branch(self) -> bool:
-        """Whether a scan or a cond is in it."""
         return any(equation.primitive.name in ("scan", "cond") for equation in self.equations)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Versions of JAX: which one this is, and what an older one lacks.
+"""Versions of JAX: which one this is, and which features older ones lack.
 
 It is compared here, in `compilers`, and in `accelerators._absent`.
 """

@@ -85,7 +85,7 @@ class Device:
     def ending(self, sums: Tree, needs: str | None = None) -> Ending | None:
         """How the last backward pass adds these sums over the devices, if it does; raises if it is asked to in vain.
 
-        `needs` is what the caller lacks for it.
+        `needs` is a condition, in words, that the caller lacks for it.
         """
         ending = self.endings.ending(sums, self.add_up, needs)
         if ending is not None:
@@ -215,7 +215,6 @@ class Device:
             )
 
     def check_carry(self, carry: Tree) -> None:
-        """Raises for a carry that differs between devices."""
         if any(mapped.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
             raise ValueError(
                 f"With devices, the carry must be the same on all devices: it differs over {self.axes}. Return "

@@ -199,7 +199,6 @@ class _Sums(NamedTuple):
 
 
 def _accumulate(rules: _Rules, call: Call) -> Any:
-    """Runs the micro-batches on all devices, and joins their results."""
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
     run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
@@ -250,7 +249,6 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 
 
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
-    """Calls `fun` with its closed-over values widened."""
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
 

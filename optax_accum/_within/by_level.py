@@ -69,20 +69,17 @@ class Store:
         return meshes.cuttable(jnp.asarray(self.whole(value)), 1 if units.fills else units.size, axis_of(value))
 
     def cut(self, value: Value) -> Any:
-        """The value as micro-batches [k, ...]."""
         if value not in self.parts:
             self.parts[value] = self.units.cut(self.cuttable(value), axis_of(value))
         return self.parts[value]
 
 
 def axis_of(value: Value) -> int:
-    """The axis of the rows of a value that has some."""
     assert value.axis is not None
     return value.axis
 
 
 def run_once(equation: Equation, levels: Levels, store: Store) -> None:
-    """Evaluates an equation for all rows, and stores its results."""
     values = [store.whole(value) for value in equation.ins]
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
@@ -120,7 +117,6 @@ def has_own_rows(value: Value) -> bool:
 
 
 def run(loop: Loop, levels: Levels, store: Store) -> None:
-    """Runs a loop over the micro-batches, and stores its results."""
     rows, totals = results_of(loop, levels, store)
 
     def given(value: Value, result: jax.Array) -> jax.Array:

@@ -89,7 +89,6 @@ class Cut:
         return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
     def finish(self, refs: gradients.Leaves, sums: Sums) -> Sums:
-        """Completes the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, sums.grads, self.empty)
         if self.scale != 1:
             grads = jax.tree.map(lambda leaf: leaf * jnp.asarray(1 / self.scale, leaf.dtype), grads)

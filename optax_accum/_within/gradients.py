@@ -68,7 +68,7 @@ def are_added(names: Tree) -> bool:
 
 
 def over_devices(names: Tree, space: Space, local: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
-    """The gradients of the whole batch; a new value is that of all devices, or the parameter's if none gave one."""
+    """The gradients of the whole batch; a new value is joined over devices, or the parameter's if none was given."""
     if isinstance(local, Reduced):
         return grads
 

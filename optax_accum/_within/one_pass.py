@@ -161,7 +161,6 @@ def one_pass(traced: TracedCall) -> OnePass | None:
 
 
 def is_one_pass(traced: TracedCall) -> bool:
-    """Whether each micro-batch runs once."""
     once = one_pass(traced)
     return once is not None and once.known is not None
 

@@ -1,4 +1,4 @@
-"""Reductions of rows, in parts: what one micro-batch adds, and how parts are joined."""
+"""Reductions of rows, in parts: each micro-batch's part, and how parts are joined."""
 
 import dataclasses
 from collections.abc import Callable

@@ -119,7 +119,6 @@ def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
 
 
 def check_rest(expected: Outputs, outputs: Tree) -> None:
-    """Raises unless the remainder's outputs can join the full micro-batches' outputs."""
     split = expected.split
 
     def check_leaf(path: Any, reduction: Reduction, shape: jax.ShapeDtypeStruct, output: Any) -> None:

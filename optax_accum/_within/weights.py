@@ -26,7 +26,7 @@ def weigh(
 ) -> tuple[ByShare, Alive]:
     """How micro-batches are weighed, and which of them run; `loss` has the shapes of their loss.
 
-    `traced` is `fun` for one micro-batch; `count` runs those that are alive for the counts of a dict of `Ratio`s.
+    `traced` is `fun` for one micro-batch; `count` runs the live ones for the counts of a dict of `Ratio`s.
     """
     device = micro_batches.device
     full, rest, total = _shares(micro_batches, weight_fn)

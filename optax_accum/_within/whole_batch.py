@@ -197,7 +197,7 @@ def _ended(once: OnePass, given: Given, grads: Any) -> Any:
 
 
 def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
-    """Splits outputs into one device's own and those that all have alike; None stands for the others."""
+    """Splits outputs: one device's own, and the ones that all have alike; None stands for the others."""
     leaves = jax.tree.leaves(outputs)
     if device.is_alone:
         device.check_axes(leaves)
