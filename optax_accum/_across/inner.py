@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from optax_accum._arguments import results, spelling
+from optax_accum._arguments.signature import signature_of
 from optax_accum._core import dtypes, equations, memory
 from optax_accum._core.state import OTHER_WINDOWS, AccumulationState, states_in
 from optax_accum._core.types import Tree
@@ -107,7 +108,7 @@ def _beginning(state: Tree) -> str:
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
-    meant = spelling.misspelt(names, inner.update)
+    meant = spelling.misspelt(names - set(signature_of(inner.update).keywords), ("weight", "flush"))
     for name in unread(inner, meant, args, extra_args):
         raise TypeError(
             f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "

@@ -1,30 +1,22 @@
-"""Misspelt arguments: a `weight` or a `flush` that would pass for one of the inner optimizer's."""
+"""Misspelt arguments, which would pass for one of the inner optimizer's and be lost."""
 
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
-
-
-def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
-    """Maps each name that looks like a misspelt `weight` or `flush` to it, unless `inner` has such a parameter."""
-    named = inspect.signature(inner).parameters
-    meant = {name: word for name in names if name not in named for word in ("weight", "flush") if _means(name, word)}
-    return dict(sorted(meant.items()))
+import difflib
+from collections.abc import Iterable, Sequence
 
 
-def _means(name: str, word: str) -> bool:
-    """Whether a name contains a word (sample_weight), is within two letters of it, or short for it (wgt)."""
+def misspelt(names: Iterable[str], words: Sequence[str]) -> dict[str, str]:
+    """Maps each name that looks like one of these words to it: `weigth`, `sample_weight`, `wt`."""
+    meant = {name: _containing(name, words) or closest(name, words, 0.6) for name in names}
+    return {name: word for name, word in sorted(meant.items()) if word}
+
+
+def closest(name: str, words: Sequence[str], cutoff: float) -> str | None:
+    """The word that a name is most like; None if it is like none."""
+    return next(iter(difflib.get_close_matches(name.lower(), words, n=1, cutoff=cutoff)), None)
+
+
+def _containing(name: str, words: Sequence[str]) -> str | None:
+    """The word that a name contains, or of which it has the first letter and the last."""
     name = name.lower()
-    letters = iter(word)
-    short_for = name[:1] == word[0] and name[-1] == word[-1] and all(letter in letters for letter in name)
-    return word in name or short_for or _letters_apart(name, word) <= 2
-
-
-def _letters_apart(name: str, word: str) -> int:
-    """The Levenshtein distance: the number of letters to insert, leave out or change."""
-    row = list(range(len(word) + 1))
-    for letter in name:
-        above, row = row, [row[0] + 1]
-        for j, other in enumerate(word):
-            row.append(min(above[j] + (letter != other), above[j + 1] + 1, row[j] + 1))
-    return row[-1]
+    ends = (name[:1], name[1:])
+    return next((word for word in words if word in name or ends == (word[0], word[-1])), None)

@@ -1,6 +1,5 @@
 """What a window sums beside gradients: metrics and statistics, for Linen and NNX."""
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_accum._arguments.spelling import closest
 from optax_accum._core import dtypes, messages, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import (
@@ -172,9 +172,9 @@ def extra_args(
     if window is None and (given or metrics is not None):
         warn_once()
     for name in kwargs:
-        if meant := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
+        if meant := closest(name, own, 0.85):
             raise TypeError(
-                f"{name}= looks like a misspelt {meant[0]}=, and would go to the optimizer: {name!r}. Pass {meant[0]}=."
+                f"{name}= looks like a misspelt {meant}=, and would go to the optimizer: {name!r}. Pass {meant}=."
             )
     return kwargs if window is None else {**kwargs, **given}
 
