@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+import optax_accum
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._core import compilers, dtypes
 from optax_accum._core.types import Name, Tree
-from optax_accum._explain.explain import explain
-from optax_accum._within.value_and_grad import value_and_grad
 from optax_accum.accelerators._targets import Target
-from optax_accum.sharding._shardings import state_sharding
 
 
 class Builder:
@@ -100,7 +98,7 @@ def of_loss(
     def lower(number: int, target: Target) -> Any:
         of_params, *others = _placed(target, (params, *args), batch)
         state, sharding = _state(tx, of_params)
-        compute = value_and_grad(loss, num_microbatches=number, **options)
+        compute = optax_accum.value_and_grad(loss, num_microbatches=number, **options)
 
         def step(params: Tree, state: Tree, *args: Any) -> tuple[Tree, Tree, Any]:
             value, grads = compute(params, *args)
@@ -114,7 +112,7 @@ def of_loss(
     def kept() -> int | None:
         how = {name: options[name] for name in ("has_aux", "batch_argnums", "crossing") if name in options}
         try:
-            found = explain(loss, params, *args, **how)
+            found = optax_accum.explain(loss, params, *args, **how)
             return found.kept_bytes - found.host_bytes
         except (TypeError, ValueError):  # a loss that cannot be read
             return None
@@ -232,7 +230,7 @@ def _mesh(args: Any, target: Target) -> Any:
 
 def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of the results."""
-    where = state_sharding(tx, params)
+    where = optax_accum.sharding.state_sharding(tx, params)
     shapes = jax.eval_shape(tx.init, params)
 
     def put(leaf: Any, sharding: Any) -> Any:
