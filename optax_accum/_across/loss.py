@@ -117,12 +117,14 @@ class Loss:
     def _ending(self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None) -> Ending | None:
         if flush is False:
             return None
-        needs = None
+        missing = None
         if flush is not True:
-            needs = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
+            missing = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
         elif not inside:
-            needs = 'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
-        return device.ending(acc, needs)
+            missing = (
+                'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
+            )
+        return device.ending(acc, missing)
 
     def _check_groups(self, device: Device, call: Call) -> None:
         if self.group_size > 1 and any(map(rows.is_split, jax.tree.leaves(call[call.batch]))):
@@ -140,12 +142,12 @@ class Loss:
         """
         squares = self.meter.no_squares(params)
         bent = traced.is_short or traced.has_rule  # a factor of the cotangent may change more than its size
-        unless = MAY_BE_AGAIN if again else None
+        why_not = MAY_BE_AGAIN if again else None
         if bent and weighing.weight is None and not self.in_place:
-            unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
+            why_not = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
         selects = together and isinstance(weighing.weight, jax.Array)
         factor = weighing.weight if bent or selects else None
-        return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, unless)
+        return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, why_not)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
         """How a micro-batch is weighed; `loss` holds shapes."""

@@ -165,7 +165,7 @@ ADDS_IN_BRANCHES = versions.JAX >= (0, 12, 0)  # and to references inside a bran
 OVERLAPS = versions.JAX >= (0, 11, 0)
 
 
-def lacks_overlap() -> str | None:
+def missing_for_overlap() -> str | None:
     """The JAX that a backward pass needs to add gradients over devices; None where it is this one."""
     return None if OVERLAPS else "JAX 0.11"
 

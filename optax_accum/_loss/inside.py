@@ -89,43 +89,49 @@ def added_inside(
     weighing: Weighing,
     squares: Sequence[jax.Array] = (),
     factor: Weight | None = None,
-    unless: str | None = None,
+    why_not: str | None = None,
 ) -> Inside | None:
     """How gradients are added inside the backward pass; None if they are not, an error if that is `asked`.
 
-    `squares` and `factor` are as in `Inside`; `unless` is a reason not to.
+    `squares` and `factor` are as in `Inside`; `why_not` is a reason of the caller's, which is no error.
     """
-    path = matching.narrower(params, acc)
-    why_not = compilers.why_not_in_place()
-    if path is not None:
-        why_not = (
-            "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
-            f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
-        )
-    if why_not is None and _forgets_mesh(loss, (acc, squares)):
-        why_not = (
-            "is not possible where arrays lie on a mesh with Explicit axes, and the accumulators on none, for JAX adds "
-            "to references of the same mesh only: call it under `with jax.set_mesh(mesh):`"
-        )
-    nests = not unless and loss.has_loop_or_branch
-    if why_not is None and nests and tracing.is_batched((params, acc, loss.program.consts, vars(weighing))):
-        why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
-    if asked and why_not:
-        raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
-    if unless or why_not or asked is False:
-        log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
+    impossible = _why_impossible(params, acc, loss, squares)
+    nests = why_not is None and loss.has_loop_or_branch
+    if impossible is None and nests and tracing.is_batched((params, acc, loss.program.consts, vars(weighing))):
+        impossible = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
+    if asked and impossible:
+        raise TypeError(f"in_place=True {impossible}. Leave in_place=None.")
+    why_not = why_not or (f"adding inside it {impossible}" if impossible else None)
+    if why_not or asked is False:
+        log_after(why_not or "in_place=False")
         return None
     _log_inside(params, loss)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
-    needs = map(operator.or_, follow.casts(loss.jaxpr), follow.breaks(loss.jaxpr))
-    leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if is_inexact(pair[0])]
+    alone = map(operator.or_, follow.casts(loss.jaxpr), follow.breaks(loss.jaxpr))  # JAX cannot add to a reference
+    leaves = [pair for pair in zip(jax.tree.leaves(params), alone, strict=True) if is_inexact(pair[0])]
     if not leaves:
         return None
     sunk = [
-        total.dtype if always or needs or total.dtype != jnp.result_type(leaf) else None
-        for (leaf, needs), total in zip(leaves, jax.tree.leaves(acc), strict=True)
+        total.dtype if always or is_alone or total.dtype != jnp.result_type(leaf) else None
+        for (leaf, is_alone), total in zip(leaves, jax.tree.leaves(acc), strict=True)
     ]
     return Inside(tuple(sunk), squares, factor)
+
+
+def _why_impossible(params: Tree, acc: Tree, loss: Traced, squares: Sequence[jax.Array]) -> str | None:
+    path = matching.narrower(params, acc)
+    if path is not None:
+        return (
+            "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
+            f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
+        )
+    too_old = compilers.why_not_in_place()
+    if too_old is None and _forgets_mesh(loss, (acc, squares)):
+        return (
+            "is not possible where arrays lie on a mesh with Explicit axes, and the accumulators on none, for JAX adds "
+            "to references of the same mesh only: call it under `with jax.set_mesh(mesh):`"
+        )
+    return too_old
 
 
 def _forgets_mesh(loss: Traced, accumulators: Tree) -> bool:

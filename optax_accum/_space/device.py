@@ -82,12 +82,12 @@ class Device:
     def with_endings(self, **fields: Any) -> "Device":
         return dataclasses.replace(self, endings=dataclasses.replace(self.endings, **fields))
 
-    def ending(self, sums: Tree, needs: str | None = None) -> Ending | None:
+    def ending(self, sums: Tree, missing: str | None = None) -> Ending | None:
         """How the last backward pass adds these sums over the devices, if it does; raises if it is asked to in vain.
 
-        `needs` is a condition, in words, that the caller lacks for it.
+        `missing` is a condition, in words, that the caller does not meet.
         """
-        ending = self.endings.ending(sums, self.add_up, needs)
+        ending = self.endings.ending(sums, self.add_up, missing)
         if ending is not None:
             collectives.check_narrow(self.dtype, sums)
         return ending

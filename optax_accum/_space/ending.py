@@ -48,29 +48,29 @@ class Endings:
 
     Attributes:
       asked: the option `overlap`; None where it pays.
-      lacks: what is missing for it in any case; None if nothing is.
+      missing: a condition, in words, that is not met in any case; None if all are.
       hides: whether devices communicate and multiply at the same time.
       shards_of: `sums -> shards`, which shard of each a device keeps; None where all get the sum.
     """
 
     asked: bool | None = None
-    lacks: str | None = "a sum over devices"
+    missing: str | None = "a sum over devices"
     hides: bool = False
     shards_of: Callable[[Tree], Sequence[Shard]] | None = None
 
-    def ending(self, sums: Tree, add_up: Callable[[Any], Any], needs: str | None) -> Ending | None:
+    def ending(self, sums: Tree, add_up: Callable[[Any], Any], missing: str | None) -> Ending | None:
         """The ending of a window with these sums, if it has one; raises if that is asked in vain.
 
-        `add_up` adds a leaf over the devices, `needs` is what the caller lacks for it.
+        `add_up` adds a leaf over the devices, `missing` is a condition, in words, that the caller does not meet.
         """
-        needs, shards = self.lacks or needs, None
-        if needs is None and self.shards_of is not None:
+        missing, shards = self.missing or missing, None
+        if missing is None and self.shards_of is not None:
             shards = self.shards_of(sums)
             if not all(shard.is_separable for shard in shards):
-                needs = "Devices(to=) that shards no dimension over other axes, too, on a mesh where these are Auto"
-        if self.asked and needs:
-            raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
-        if needs is not None or not (self._pays(sums) if self.asked is None else self.asked):
+                missing = "Devices(to=) that shards no dimension over other axes, too, on a mesh where these are Auto"
+        if self.asked and missing:
+            raise ValueError(f"overlap=True needs {missing}. Leave overlap=None.")
+        if missing is not None or not (self._pays(sums) if self.asked is None else self.asked):
             return None
         leaves = jax.tree.leaves(sums)
         if shards is None:

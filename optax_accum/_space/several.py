@@ -89,12 +89,12 @@ class Several(Space):
     def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
         return inside(local(leaf, axis=0), self.inside)
 
-    def _lacks(self) -> str | None:
+    def _missing(self) -> str | None:
         """Why a backward pass cannot add gradients over the devices; None if it can."""
-        return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
+        return compilers.missing_for_overlap() if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
-        return self.device.with_endings(lacks=self._lacks())
+        return self.device.with_endings(missing=self._missing())
 
 
 class InShardMap(Several):
@@ -128,9 +128,9 @@ class InShardMap(Several):
     def check_gradients(self, params: Tree, results: Tree) -> None:
         check_shared(params, self.axes, results)
 
-    def _lacks(self) -> str | None:
+    def _missing(self) -> str | None:
         # No type says that a sum, written in the place of partial sums, is the same on all devices.
-        return super()._lacks() or ("check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None)
+        return super()._missing() or ("check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None)
 
     def _joined(self, local: Tree) -> Tree:
         return self.as_local(local)
@@ -166,7 +166,7 @@ class Partial(Several):
     def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
         return self.as_local(leaf)
 
-    def _lacks(self) -> str | None:
+    def _missing(self) -> str | None:
         return 'a sum over the devices, not Devices(to="partial")'
 
 

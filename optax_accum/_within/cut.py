@@ -164,12 +164,12 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     split, counted = micro_batches.split, weighing.counts_outputs
     scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, traced)
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
-    unless = MAY_BE_AGAIN if again else None
-    squares = () if unless else rules.meter.no_squares(params)
+    why_not = MAY_BE_AGAIN if again else None
+    squares = () if why_not else rules.meter.no_squares(params)
     selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
     # A micro-batch that runs and is not alive is left out where its gradient arises.
     factor = jnp.ones([]) if selects else None
-    inside = added_inside(rules.in_place, params, empty, traced, weighing, squares, factor, unless)
+    inside = added_inside(rules.in_place, params, empty, traced, weighing, squares, factor, why_not)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(AGAIN)
     inside_all = inside is not None and gradients.are_added(kinds)

@@ -176,7 +176,7 @@ def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, ag
         aux_reduction=once.reductions,
     )
     if once.end.adds:
-        device = device.with_endings(lacks=_SUM_OVER_ROWS)
+        device = device.with_endings(missing=_SUM_OVER_ROWS)
     sums, _ = cut(inner, device, roles.bind((*call[call.params], once.batch, once.fixed), {}), again).add_up()
     given = once.joined(sums.outputs)
     grads = _ended(once, given, sums.grads)
