@@ -18,7 +18,7 @@ from optax_accum._core.types import Tree
 _OF_MODULES = "For a step of a model and an optimizer, its first arguments, take optax_accum.flax.nnx.jit_step."
 
 
-class Call(NamedTuple):
+class CallParts(NamedTuple):
     """The arguments of a call, taken apart."""
 
     kind: Any  # calls of one kind have arguments of the same form
@@ -44,7 +44,7 @@ class Calls:
         self.donated = None if given is None else tuple(given)
         self._around: set[type] | None = None  # the types of nodes in which a state stands
 
-    def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CallParts:
         args, kwargs = self._flush_by_keyword(args, kwargs)
         flush = kwargs.get("flush", self._flush)
         kwargs |= {"flush": flush} if flush is True else {}
@@ -69,7 +69,7 @@ class Calls:
                 args[place] = tree.unflatten(itertools.islice(rest, tree.num_leaves))
             return args, kwargs
 
-        return Call(kind, carried + others, len(carried), arguments, flush)
+        return CallParts(kind, carried + others, len(carried), arguments, flush)
 
     def is_part(self, node: Any) -> bool:  # a part is not taken apart
         return type(node) not in self._around  # type: ignore[operator]

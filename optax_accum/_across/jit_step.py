@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.core import Tracer
 
-from optax_accum._across.calls import Call, Calls, counters_of
+from optax_accum._across.calls import CallParts, Calls, counters_of
 from optax_accum._across.on_host import Decision
-from optax_accum._across.programs import Counters, Programs
+from optax_accum._across.programs import Counters, StepPrograms
 from optax_accum._arguments import callables
 from optax_accum._core.forwarding import OtherTypesError
 from optax_accum._core.leaves import check_arrays
@@ -120,7 +120,7 @@ class JitStep:
     def __init__(self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None):
         functools.update_wrapper(self, step)
         self._step, self._calls = step, Calls(step, donate_argnums)
-        self._kinds: dict[Any, list[Programs]] = {}  # several, if parts inside differ: the parameters of two models
+        self._kinds: dict[Any, list[StepPrograms]] = {}  # several, if parts inside differ: the parameters of two models
         self._counters = Counters()
         self.one_program: str | None = None
 
@@ -150,7 +150,7 @@ class JitStep:
             programs.trace(call._replace(flush=True) if says and programs.by_caller else call, closed)
         return LoweredStep(self, call, programs)
 
-    def _programs(self, call: Call) -> Iterator[Programs]:
+    def _programs(self, call: CallParts) -> Iterator[StepPrograms]:
         """Yields the programs for calls of this kind, new ones last."""
         kinds = self._kinds.setdefault((call.kind, call.flush), [])
         yield from kinds
@@ -159,8 +159,9 @@ class JitStep:
         kinds.append(self._of_new(call))
         yield kinds[-1]
 
-    def _of_new(self, call: Call) -> Programs:
-        return Programs(self._step, self._calls.is_part, self._say, counters_of(call.arguments(call.parts), call.parts))
+    def _of_new(self, call: CallParts) -> StepPrograms:
+        counters = counters_of(call.arguments(call.parts), call.parts)
+        return StepPrograms(self._step, self._calls.is_part, self._say, counters)
 
     def _say(self, reason: str) -> None:
         if self.one_program is None:
@@ -181,7 +182,7 @@ class LoweredStep:
         holds all that the other does.
     """
 
-    def __init__(self, step: JitStep, call: Call, programs: Programs):
+    def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms):
         self._step, self._call, self._programs = step, call, programs
         self._lowered = {of: program.run.lower(call.parts) for of, program in programs.all.items()}
         self.adds, self.updates = _two(self._lowered)
@@ -209,12 +210,12 @@ class CompiledStep(JitStep):
       updates: the program of a call that updates, or of all calls.
     """
 
-    def __init__(self, step: JitStep, call: Call, programs: Programs, adds: Any, updates: Any):
+    def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms, adds: Any, updates: Any):
         super().__init__(step._step, step._calls.donated)
         self.one_program, self.adds, self.updates = step.one_program, adds, updates
         self._kind, self._of_kind = call.kind, programs
 
-    def _programs(self, call: Call) -> Iterator[Programs]:
+    def _programs(self, call: CallParts) -> Iterator[StepPrograms]:
         if call.kind != self._kind:
             raise ValueError(
                 "A compiled step takes arguments of the trees, shapes and dtypes for which it was lowered: others were "

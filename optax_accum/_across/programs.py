@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_accum._across import on_host
-from optax_accum._across.calls import Call, around_states, counters_of
+from optax_accum._across.calls import CallParts, around_states, counters_of
 from optax_accum._across.on_host import Decided, Decision, NotOnHostError
 from optax_accum._core.forwarding import Forwarding, forwarding
 from optax_accum._core.state import map_states, states_in
 from optax_accum._core.types import Tree
 
 
-class Program(NamedTuple):
+class StepProgram(NamedTuple):
     """A program for calls of one kind."""
 
     run: Forwarding
@@ -43,7 +43,7 @@ class Counters:
 
 
 @dataclasses.dataclass(eq=False)
-class Programs:
+class StepPrograms:
     """The programs for calls of one kind.
 
     Attributes:
@@ -63,10 +63,10 @@ class Programs:
     counters: list[int]
     due: list[Callable[[int, bool], bool]] = dataclasses.field(default_factory=list)
     by_caller: bool = False
-    known: dict[tuple[tuple[bool, ...], bool], Program] = dataclasses.field(default_factory=dict)
-    single: Program | None = None
+    known: dict[tuple[tuple[bool, ...], bool], StepProgram] = dataclasses.field(default_factory=dict)
+    single: StepProgram | None = None
 
-    def run(self, call: Call, counters: Counters) -> Any:
+    def run(self, call: CallParts, counters: Counters) -> Any:
         program, numbers = self.single, []
         if program is None:
             numbers = [number + 1 for number in counters.read([call.parts[place] for place in self.counters])]
@@ -81,7 +81,7 @@ class Programs:
             counters.keep([results[place] for place in program.counters], after)
         return program.tree.unflatten(results)
 
-    def trace(self, call: Call, decisions: Sequence[Decision]) -> Program:
+    def trace(self, call: CallParts, decisions: Sequence[Decision]) -> StepProgram:
         """Traces the program for these decisions, or the single one where the host cannot decide."""
         try:
             if not decisions:
@@ -100,17 +100,17 @@ class Programs:
         return self.single
 
     @property
-    def all(self) -> dict[Any, Program]:
+    def all(self) -> dict[Any, StepProgram]:
         """The programs by the keys of `known`; a single one by None."""
         return dict(self.known) if self.single is None else {None: self.single}
 
-    def running(self, compiled: dict[Any, Any]) -> "Programs":
+    def running(self, compiled: dict[Any, Any]) -> "StepPrograms":
         """The same programs, compiled; there will be no others."""
         of_all = {of: program._replace(run=program.run._replace(run=compiled[of])) for of, program in self.all.items()}
         single = of_all.pop(None, None)
         return _Compiled(self.step, self.is_part, self.say, self.counters, self.due, self.by_caller, of_all, single)
 
-    def _traced(self, call: Call, decisions: Sequence[Decision] | None) -> Program:
+    def _traced(self, call: CallParts, decisions: Sequence[Decision] | None) -> StepProgram:
         leaves, tree = jax.tree.flatten(call.parts)
 
         def run(leaves: list[Any]) -> Any:
@@ -130,11 +130,11 @@ class Programs:
         ins, outs = (list(map(jax.tree.structure, trees)) for trees in (call.parts, parts))
         name = getattr(self.step, "__name__", "step") + suffix
         passing_on = forwarding(traced, ins, outs, call.may_donate, name)
-        return Program(passing_on, of_parts, tuple(counters_of(shapes, parts)), closes, call.flush)
+        return StepProgram(passing_on, of_parts, tuple(counters_of(shapes, parts)), closes, call.flush)
 
 
-class _Compiled(Programs):
-    def trace(self, call: Call, decisions: Sequence[Decision]) -> Program:
+class _Compiled(StepPrograms):
+    def trace(self, call: CallParts, decisions: Sequence[Decision]) -> StepProgram:
         raise ValueError(
             f"No program was compiled for a call with flush={call.flush}. Call what jit_step returned, or lower the "
             "step for flush=True, too."

@@ -44,7 +44,11 @@ def _is_call_local(view: View) -> bool:
     if view.name == "cond" and view.ins[0] is not None:
         return False
     programs = programs_inside(view.single, view.double)
-    return bool(programs) and all(are_local(*pair, view.rows, view.asks) for pair in programs) and _rule_is_local(view)
+    return (
+        bool(programs)
+        and all(are_local(*pair, view.rows, view.asks_rules) for pair in programs)
+        and _rule_is_local(view)
+    )
 
 
 def programs_inside(single: Any, double: Any) -> list[tuple[Any, Any]]:
@@ -54,7 +58,7 @@ def programs_inside(single: Any, double: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_body_local(view: View) -> bool:
-    return are_local(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks)
+    return are_local(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
 
 
 def _is_map_over_rows(view: View) -> bool:
@@ -79,28 +83,28 @@ _CALLS = (
 NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}
 
 
-def are_local(single: Any, double: Any, rows: Rows, asks: bool = True) -> bool:
+def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
     """Whether every equation of a program treats rows one by one, or takes none.
 
-    `asks`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside rules are
-    not asked.
+    `asks_rules`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside
+    rules are not asked.
     """
     (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, double_consts, strict=True)):
         return False
     try:
-        return all(_is_free_or_local(a, b, rows, asks) for a, b in in_step(of_single, of_double))
+        return all(_is_free_or_local(a, b, rows, asks_rules) for a, b in in_step(of_single, of_double))
     except OtherProgramError:
         return False
 
 
-def _is_free_or_local(single: Any, double: Any, rows: Rows, asks: bool) -> bool:
+def _is_free_or_local(single: Any, double: Any, rows: Rows, asks_rules: bool) -> bool:
     if not _same_literals(single, double):
         return False
-    view = view_of(single, double, rows, asks)
+    view = view_of(single, double, rows, asks_rules)
     if not view.has_rows and all(axis is None for axis in view.outs):
         # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
-        return primitives.same_numbers(view) and not (asks and view.name.startswith("custom_vjp_call"))
+        return primitives.same_numbers(view) and not (asks_rules and view.name.startswith("custom_vjp_call"))
     if view.name in NESTED:  # a result without rows, such as a counter, depends on none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
     return is_local(view) or (not view.has_rows and is_alike(view))
@@ -136,10 +140,10 @@ def unknown(view: View) -> Iterator[str]:
 
 def _rule_is_local(view: View) -> bool:
     """Whether the user's derivative of a function treats rows one by one; True if there is none."""
-    if not view.asks:
+    if not view.asks_rules:
         return True
     if view.name == "custom_jvp_call":
-        return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks=False)
+        return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks_rules=False)
     if view.name.startswith("custom_vjp_call"):
         return _adds_up(*derivative_of(view.single, view.double, backward), view.rows)
     return True
@@ -227,7 +231,7 @@ def _adds_up(single: Any, double: Any, rows: Rows) -> bool:
         variables = [atom for atom in a.invars if not isinstance(atom, core.Literal)]
         of_sums = [var in sums for var in variables]
         if a.primitive.name in ("jit", "pjit") and not any(of_sums):
-            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks=False):
+            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks_rules=False):
                 return False
         elif any(of_sums):
             makes_rows = any(axis is not None for axis in view.outs)
@@ -241,7 +245,7 @@ def _adds_up(single: Any, double: Any, rows: Rows) -> bool:
             sums.update(a.outvars)
         elif is_partial(view) and a.primitive.name in ("reduce_sum", "dot_general", "scatter-add"):
             sums.update(a.outvars)
-        elif not _is_free_or_local(a, b, rows, asks=False):
+        elif not _is_free_or_local(a, b, rows, asks_rules=False):
             return False
         elif a.primitive.name == "broadcast_in_dim" and isinstance(a.invars[0], core.Literal) and not a.invars[0].val:
             zeros.update(a.outvars)

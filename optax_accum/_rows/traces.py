@@ -29,7 +29,7 @@ class View(NamedTuple):
     ins: Sequence[Axis]
     outs: Sequence[Axis]
     rows: Rows
-    asks: bool = True  # whether the user's derivative rules inside it are asked, too
+    asks_rules: bool = True  # whether the user's derivative rules inside it are asked, too
 
     @property
     def name(self) -> str:
@@ -63,13 +63,15 @@ def axis_of(single: Any, double: Any, rows: Rows) -> Axis:
     return differ[0] if len(differ) == 1 and a * m == b * n else COUPLED
 
 
-def view_of(single: Any, double: Any, rows: Rows, asks: bool = True) -> View:
+def view_of(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> View:
     """Two equations as the tables of primitives take them."""
 
     def axes(a: Sequence[Any], b: Sequence[Any]) -> list[Axis]:
         return [axis_of(x.aval, y.aval, rows) for x, y in zip(a, b, strict=True)]
 
-    return View(single, double, axes(single.invars, double.invars), axes(single.outvars, double.outvars), rows, asks)
+    return View(
+        single, double, axes(single.invars, double.invars), axes(single.outvars, double.outvars), rows, asks_rules
+    )
 
 
 def in_step(single: Any, double: Any) -> Iterator[tuple[Any, Any]]:

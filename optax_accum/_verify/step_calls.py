@@ -19,14 +19,12 @@ from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.step_carries import Numbers, Path, epsilons, is_inexact, wide
 
-Begin = Callable[[Tree], Tree]  # changes a carry before a run
-
 
 def as_is(carry: Tree) -> Tree:
     return carry
 
 
-class Steps:
+class StepRunner:
     """A step from `make_step(every)`, run as often as needed, each time from the carry that it begins with."""
 
     def __init__(self, make_step: Callable[[int], Any], batch: Tree, every: int) -> None:
@@ -105,9 +103,9 @@ class Steps:
         """Whether arrays of the carry can be put back: no object holds them, and no variable of NNX stands twice."""
         return not (_stands_twice(self._carry) or any(map(foreign.is_held, jax.tree.leaves(self._carry))))
 
-    def longer(self, times: int) -> "Steps":
+    def longer(self, times: int) -> "StepRunner":
         """The same for windows `times` as long."""
-        steps = Steps(self.make_step, self._batch, times * self.every)
+        steps = StepRunner(self.make_step, self._batch, times * self.every)
         steps._later = self._later
         return steps
 

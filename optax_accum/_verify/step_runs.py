@@ -12,7 +12,7 @@ from optax_accum._arguments.rows import of_rows
 from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify import step_params
-from optax_accum._verify.step_calls import Steps
+from optax_accum._verify.step_calls import StepRunner
 from optax_accum._verify.step_carries import Numbers, largest
 from optax_accum._verify.step_explanations import MORE, NEAR, ROOT, Change, Explanations
 from optax_accum._verify.step_params import Find, Leaf
@@ -26,8 +26,8 @@ DRAWS = 64  # and where these do not decide
 class StepRuns:
     """A step for the whole batch and one for micro-batches, and the changes of their windows."""
 
-    one: Steps
-    cut: Steps
+    one: StepRunner
+    cut: StepRunner
     batch: Tree  # of NumPy arrays, and keys
     count: int  # rows, or groups of them
     group_size: int
@@ -51,7 +51,7 @@ class StepRuns:
         return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
 
     def changes(
-        self, steps: Steps, *windows: list[Tree], times: int = 1, last: bool = False, back: bool = False
+        self, steps: StepRunner, *windows: list[Tree], times: int = 1, last: bool = False, back: bool = False
     ) -> list[Change]:
         """The changes from the start to each window's end: of each leaf [draws, ...], or `times` as many draws.
 
@@ -69,7 +69,7 @@ class StepRuns:
 
             return [change(at) for at in range(1, len(windows) + 1)][len(self.lead(steps)) :]
 
-    def lead(self, steps: Steps) -> list[list[Tree]]:
+    def lead(self, steps: StepRunner) -> list[list[Tree]]:
         """A window before all others, where the first moves nothing, at a rate that grows from 0; else none.
 
         Its micro-batches are equal, so that no weight, clip or coupling of theirs can be wrong in it.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_accum._verify.step_explanations import ROOT, Change, Explanations
+from optax_accum._verify.step_explanations import MORE, ROOT, Change, Explanations
 
 Said = tuple[str, str]  # the name of a fault, and the evidence
 Foretold = tuple[str, float, str]  # the fault, the distance between its update and the observed one, the evidence
@@ -148,7 +148,7 @@ def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
     only_one = saturates and max(shares, default=0) > 1 - e.near  # all entries clipped: as if one alone counted
     if _positive(e, (shares, off)) and abs(sum(shares) - 1) < e.near and not only_one:
         return "mean of means", f"{MEAN}; in the whole batch they count for {_listed(shares)}."
-    leaves = [e.combined(slot, [name]) for name in e.names(slot) if e.size(name) > len(e.parts) + 3]
+    leaves = [e.combined(slot, [name]) for name in e.names(slot) if e.size(name) > len(e.parts) + MORE]
     if saturates or _positive(e, (shares, off)) or (leaves and all(_positive(e, leaf) for leaf in leaves)):
         return "clipping at each micro-step", f"{MEAN}: {CLIPPED}."
     return "coupled examples", f"{MEAN}, and the whole batch's gradient is no combination of theirs."

@@ -13,7 +13,7 @@ from optax_accum._core.types import Tree
 from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults
 from optax_accum._verify.report import Cause, Errors, Report, badness, found
-from optax_accum._verify.step_calls import Steps, reference
+from optax_accum._verify.step_calls import StepRunner, reference
 from optax_accum._verify.step_errors import StepErrors
 from optax_accum._verify.step_runs import FEW_DRAWS
 
@@ -153,10 +153,10 @@ def verify_step(
     arrays = foreign.opened("batch", batch)
     every, count = _check(arrays, every, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
-    cut, one = Steps(make_step, batch, every), None if optimizer or loss else Steps(make_step, batch, 1)
+    cut, one = StepRunner(make_step, batch, every), None if optimizer or loss else StepRunner(make_step, batch, 1)
     finds = params, params
     if one is None:
-        one = Steps(reference(optimizer, loss, step_params.subtree(cut.carry, params)), batch, 1)
+        one = StepRunner(reference(optimizer, loss, step_params.subtree(cut.carry, params)), batch, 1)
         finds = None, params
     runs = StepErrors(one, cut, foreign.cuttable(arrays, one.is_jax), count, group_size, within_call, rtol, finds)
     step_params.check(one.carry, cut.carry, *finds)

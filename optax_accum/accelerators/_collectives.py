@@ -175,7 +175,7 @@ def count_collectives(compiled: Any) -> Collectives:
       The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
     """
     operations: list[Collective] = []
-    program = programs.Program.read(compiled, "count_collectives")
+    program = programs.ProgramText.read(compiled, "count_collectives")
     behind: dict[str, tuple[int, int]] = {}  # of a started operation, by the computation that it runs
     for ran in program.run(into_fusions=True):
         products = behind.get(ran.computation.name, (0, 0))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from optax_accum.accelerators._collectives import Collectives, count_collectives
-from optax_accum.accelerators._programs import Computation, Instruction, Program
+from optax_accum.accelerators._programs import Computation, Instruction, ProgramText
 from optax_accum.accelerators._targets import Target, compiled_for, devices_of
 
 
@@ -156,7 +156,7 @@ _IN_PARTS = r'<@\w+, \[[^\]]*"|manual_axes=\{"|"\{devices=\[|"\{manual\}"'
 
 def largest_product(lowered: jax.stages.Lowered) -> int:
     """The FLOPs of the largest matrix product or convolution of a step; 0 without any."""
-    computations = Program.read(lowered.as_text("hlo"), "largest_product").computations.values()
+    computations = ProgramText.read(lowered.as_text("hlo"), "largest_product").computations.values()
     return max((_flops(lines, line) for lines in computations for line in lines.values()), default=0)
 
 

@@ -107,7 +107,7 @@ class Ran(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ProgramText:
     """The computations of a compiled program, or of one that is yet to be compiled."""
 
     computations: dict[str, Computation]
@@ -115,7 +115,7 @@ class Program:
     on_tpu: bool
 
     @classmethod
-    def read(cls, compiled: Any, reader: str) -> "Program":
+    def read(cls, compiled: Any, reader: str) -> "ProgramText":
         """Reads `jax.jit(f).lower(...).compile()` or the text of it, or of a lowered one; errors name the `reader`."""
         text = compiled if isinstance(compiled, str) else _text(compiled, reader)
         computations: dict[str, Computation] = {}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from optax_accum.accelerators._programs import FUSIONS, Computation, Instruction, Program, Ran, size_of
+from optax_accum.accelerators._programs import FUSIONS, Computation, Instruction, ProgramText, Ran, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
     References:
       The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
     """
-    program = Program.read(compiled, "count_traffic")
+    program = ProgramText.read(compiled, "count_traffic")
     parts: dict[tuple[str, ...], Part] = {(): Part((), 0, 0, 0)}
     for ran in program.run():
         cost = _Cost(program, ran)
@@ -167,7 +167,7 @@ _HOST, _VMEM = "S(5)", "S(1)"  # spaces of memory, as layouts name them
 class _Cost:
     """The bytes that one instruction moves."""
 
-    def __init__(self, program: Program, ran: Ran):
+    def __init__(self, program: ProgramText, ran: Ran):
         self.program, self.line, self.computation = program, ran.instruction, ran.computation
         self.elsewhere = (_HOST, _VMEM) if program.on_tpu else (_HOST,)
 

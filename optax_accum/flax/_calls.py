@@ -25,7 +25,7 @@ from optax_accum._space.here import here
 from optax_accum.flax._window import check_metrics, find_window, weighted
 
 
-class Weighing(NamedTuple):
+class StepWeighing(NamedTuple):
     """How micro-batches of a train step count.
 
     Attributes:
@@ -40,7 +40,7 @@ class Weighing(NamedTuple):
     @classmethod
     def chosen(
         cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher, call: Call
-    ) -> "Weighing":
+    ) -> "StepWeighing":
         rules, window = rules_of(tx), find_window(opt_state)
         if weight_fn is not None or window is None:
             return cls(weight_fn)

@@ -21,7 +21,7 @@ from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._calls import Weighing
+from optax_accum.flax._calls import StepWeighing
 from optax_accum.flax._linen import TrainState, field_names, parted
 
 
@@ -77,7 +77,7 @@ def train_step(
         sums_of(loss, extra, batch, state, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), extra)
 
-    def with_sums(weighing: Weighing) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    def with_sums(weighing: StepWeighing) -> Callable[..., tuple[Any, dict[str, Any]]]:
         def run(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, dict[str, Any]]:
             loss, extra = _checked(fun(params, batch, key, state), state)
             call = roles.bind((params, batch, key, state), {})
@@ -97,11 +97,11 @@ def train_step(
 
     # Both raise their errors now, when the step is built.
     optax_accum.value_and_grad(with_outputs, has_aux=True, **options)
-    one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, **_SEPARATE, **options)
+    one_by_one(with_sums(StepWeighing(weight_fn)), weight_fn=weight_fn, **_SEPARATE, **options)
     roles = Roles(with_outputs)
 
     def computed(
-        options: dict[str, Any], weighing: Weighing, params: Tree, batch: Tree, key: jax.Array, state: TrainState
+        options: dict[str, Any], weighing: StepWeighing, params: Tree, batch: Tree, key: jax.Array, state: TrainState
     ) -> tuple[dict[str, Any], Tree]:
         """The sums and the gradient of the call: of all rows together, if the loss can be read."""
         _, overwritten = parted(params)
@@ -131,7 +131,7 @@ def train_step(
         still = state.replace(params=None, opt_state=None, window=None)
         weigher = Weigher(with_outputs, roles, has_aux=True)
         call = roles.bind((state.params, batch, key, still), {})
-        weighing = Weighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call)
+        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call)
         sums, grads = computed(own, weighing, state.params, batch, key, still)
         totals = _calls.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}

@@ -14,7 +14,15 @@ from optax_accum._arguments import callables
 from optax_accum._core.memory import copied_to_host
 from optax_accum._core.state import map_states
 from optax_accum._core.types import Tree
-from optax_accum.flax._nnx_reading import Form, Reading, Readings, in_states_of, is_variable, values_of, variables_in
+from optax_accum.flax._nnx_reading import (
+    ModuleForm,
+    ModuleReading,
+    ModuleReadings,
+    in_states_of,
+    is_variable,
+    values_of,
+    variables_in,
+)
 from optax_accum.flax._versions import set_value, value_of
 
 
@@ -25,10 +33,10 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
     again only if something other than values has changed. A graph that is no tree of variables goes through `nnx.jit`:
     one in which a module stands in two places, or an array is no variable.
     """
-    of_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), Readings()
+    of_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), ModuleReadings()
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def of_trees(form: Form, values: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def of_trees(form: ModuleForm, values: list[Any], *args: Any, **kwargs: Any) -> Any:
         nodes = form.filled(values)
         return fun(*nodes, *args, **kwargs), values_of(form, *nodes)
 
@@ -133,9 +141,9 @@ class JitStep:
 
     def __init__(self, step: Callable[..., Any]):
         functools.update_wrapper(self, step)
-        self._step, self._readings = step, Readings()
+        self._step, self._readings = step, ModuleReadings()
         self._of_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
-        self._steps: dict[Form, _OfForm] = {}
+        self._steps: dict[ModuleForm, _OfForm] = {}
         self._graph: str | None = None  # the reason why nnx.jit compiles the step
 
     @property
@@ -160,7 +168,7 @@ class JitStep:
         places, step = self._of(reading, optimizer)
         return step.lower(places.carried(reading.values), *args, **kwargs)
 
-    def _reading(self, model: Any, optimizer: Any) -> Reading | None:
+    def _reading(self, model: Any, optimizer: Any) -> ModuleReading | None:
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 "The second argument of a step of jit_step must be an optax_accum.flax.nnx.Optimizer: it is a "
@@ -171,7 +179,7 @@ class JitStep:
             self._graph = "a module stands in two places, or an array in no variable, so nnx.jit compiles the step"
         return reading
 
-    def _of(self, reading: Reading, optimizer: Any) -> "_OfForm":
+    def _of(self, reading: ModuleReading, optimizer: Any) -> "_OfForm":
         if reading.form not in self._steps:
             places = Places.of(reading, optimizer)
             step = two_programs.jit_step(_of_values(self._step, reading.form, places), donate_argnums=0)
@@ -207,7 +215,7 @@ class Places(NamedTuple):
     others: list[int]
 
     @classmethod
-    def of(cls, reading: Reading, optimizer: Any) -> "Places":
+    def of(cls, reading: ModuleReading, optimizer: Any) -> "Places":
         numbers = {id(variable): number for number, variable in enumerate(reading.variables)}
         is_trained = nnx.filterlib.to_predicate(optimizer.wrt)
         of_model = ((path, node) for path, node in nnx.iter_graph(reading.model) if is_variable(node))
@@ -233,7 +241,7 @@ class Places(NamedTuple):
         return [by_place[place] for place in range(len(by_place))]
 
 
-def _of_values(step: Callable[..., Any], form: Form, places: Places) -> Callable[..., Any]:
+def _of_values(step: Callable[..., Any], form: ModuleForm, places: Places) -> Callable[..., Any]:
     """The step as a function of the values of the modules' variables."""
 
     def run(carried: Carried, *args: Any, **kwargs: Any) -> tuple[Any, Carried]:

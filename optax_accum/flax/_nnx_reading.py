@@ -15,7 +15,7 @@ from optax_accum._core.types import Tree
 from optax_accum.flax._versions import metadata_of, set_value, value_of
 
 
-class Form(NamedTuple):
+class ModuleForm(NamedTuple):
     """A model and an optimizer without the values of their variables: one program is compiled for each form.
 
     Attributes:
@@ -34,7 +34,7 @@ class Form(NamedTuple):
         return self.tree.unflatten([variables[place] for place in self.places])
 
 
-class Reading(NamedTuple):
+class ModuleReading(NamedTuple):
     """A model and an optimizer as they were read.
 
     It holds no reference to the optimizer, so that it can be a value in a `WeakKeyDictionary`.
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
       content: the children of all inner nodes, as `_content` returned them.
     """
 
-    form: Form
+    form: ModuleForm
     variables: list[Any]
     model: Any
     modules: list[Any]
@@ -74,14 +74,15 @@ class Reading(NamedTuple):
         return labels == old_labels and not any(map(operator.is_not, things, old_things))
 
 
-class Readings:
+class ModuleReadings:
     """The last reading of each optimizer, with its model."""
 
     def __init__(self) -> None:
-        self._kept = weakref.WeakKeyDictionary[Any, Reading]()  # by optimizer
-        self._forms: dict[Form, Form] = {}  # jit finds a program sooner by the same object than by an equal one
+        self._kept = weakref.WeakKeyDictionary[Any, ModuleReading]()  # by optimizer
+        # jit finds a program sooner by the same object than by an equal one.
+        self._forms: dict[ModuleForm, ModuleForm] = {}
 
-    def of(self, model: Any, optimizer: Any) -> Reading | None:
+    def of(self, model: Any, optimizer: Any) -> ModuleReading | None:
         """A reading that still holds, or a new one; None if the two are no tree of variables."""
         if not isinstance(optimizer, nnx.Pytree):
             return None
@@ -94,7 +95,7 @@ class Readings:
         return new
 
 
-def read(model: Any, optimizer: Any) -> Reading | None:
+def read(model: Any, optimizer: Any) -> ModuleReading | None:
     """Flattens a model and an optimizer to their variables; None if they are no tree of variables."""
     modules: dict[int, Any] = {}
     containers: list[Any] = []
@@ -114,10 +115,10 @@ def read(model: Any, optimizer: Any) -> Reading | None:
     variables = list({id(leaf): leaf for leaf in leaves}.values())
     numbers = {id(variable): number for number, variable in enumerate(variables)}
     kinds = jax.tree.structure(variables, is_leaf=lambda node: node is not variables and not is_variable(node))
-    form = Form(tree, tuple([numbers[id(leaf)] for leaf in leaves]), kinds)
+    form = ModuleForm(tree, tuple([numbers[id(leaf)] for leaf in leaves]), kinds)
     del containers[0], modules[id(optimizer)]  # the outer tuple; and a reading must not keep the optimizer alive
     content = _content([optimizer, *modules.values()], containers, variables)
-    return Reading(form, variables, model, list(modules.values()), containers, content)
+    return ModuleReading(form, variables, model, list(modules.values()), containers, content)
 
 
 def _content(modules: list[Any], containers: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
@@ -132,7 +133,7 @@ def _content(modules: list[Any], containers: list[Any], variables: list[Any]) ->
     return labels, list(chain.from_iterable([*values, *children]))
 
 
-def values_of(form: Form, model: Any, optimizer: Any) -> list[Any]:
+def values_of(form: ModuleForm, model: Any, optimizer: Any) -> list[Any]:
     """The values of the variables after a step; raises if the step has changed anything else."""
     after = read(model, optimizer)
     if after is None or after.form != form:

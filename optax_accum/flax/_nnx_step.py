@@ -14,7 +14,7 @@ from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _calls, _window
-from optax_accum.flax._calls import Weighing
+from optax_accum.flax._calls import StepWeighing
 from optax_accum.flax._nnx import call_of_arrays, one_by_one, value_and_grad, weigher, whole_batch
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
@@ -78,7 +78,7 @@ def train_step(
         sums_of(loss, metrics, batch, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), metrics)
 
-    def with_sums(weighing: Weighing) -> Callable[..., tuple[Any, tuple[WeightedSum, jax.Array]]]:
+    def with_sums(weighing: StepWeighing) -> Callable[..., tuple[Any, tuple[WeightedSum, jax.Array]]]:
         def run(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
             call = call_of_arrays(with_metrics, model, batch, wrt)
             loss, (_, metrics) = with_metrics(model, batch)
@@ -93,9 +93,9 @@ def train_step(
     own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
     # Both raise their errors now, when the step is built.
     value_and_grad(with_metrics, **own, **options)
-    one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, aux_reduction="sum", **own, **options)
+    one_by_one(with_sums(StepWeighing(weight_fn)), weight_fn=weight_fn, aux_reduction="sum", **own, **options)
 
-    def computed(options: dict[str, Any], weighing: Weighing, model: Any, batch: Tree) -> tuple[Any, Any]:
+    def computed(options: dict[str, Any], weighing: StepWeighing, model: Any, batch: Tree) -> tuple[Any, Any]:
         """The sums, the number of rows and the gradient of the call: of all rows together, if the loss can be read."""
         if not _calls.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
@@ -119,7 +119,7 @@ def train_step(
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         call = call_of_arrays(with_metrics, model, batch, wrt)
         of_loss = weigher(with_metrics, model, batch, wrt)
-        weighing = Weighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call)
+        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call)
         (sums, rows), grads = computed(placed, weighing, model, batch)
         totals, rows = _calls.over_devices((sums, rows), placed)
         metrics = weighted_mean(totals)

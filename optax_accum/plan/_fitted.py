@@ -94,7 +94,7 @@ def fit(
             "positions of those that do, fit(step_of_k, params, state, batch, batch_argnums=2)."
         )
     numbers = as_numbers(candidates)
-    steps = Steps(step_of_k, args)
+    steps = PlannedSteps(step_of_k, args)
     steps.lowered(min(numbers or [1]))  # an error of the step is raised as it is
     target = _devices_of(args)
     if budget is None:
@@ -107,7 +107,7 @@ def fit(
     return Fitted(steps, found, [number for number in later if number > (found.num_microbatches or 0)], progress)
 
 
-class Steps:
+class PlannedSteps:
     """The jitted steps by their number of micro-batches: each is made once, lowered once, and is the one that runs."""
 
     def __init__(self, step_of_k: Callable[[int], Any], args: Sequence[Any]):
@@ -149,7 +149,7 @@ class Fitted:
       step: the jitted step.
     """
 
-    def __init__(self, steps: Steps, plan: Plan, more: list[int], progress: bool):
+    def __init__(self, steps: PlannedSteps, plan: Plan, more: list[int], progress: bool):
         self.plan, self.num_microbatches = plan, plan.num_microbatches or 0
         self.step = steps.step(self.num_microbatches)
         self._donates = _donated(steps.lowered(self.num_microbatches))

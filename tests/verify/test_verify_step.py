@@ -17,7 +17,7 @@ from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
 from optax_accum._verify import step_params
 from optax_accum._verify.report import Report
-from optax_accum._verify.step_calls import Steps
+from optax_accum._verify.step_calls import StepRunner
 from tests.tiers import sweep
 
 rng = np.random.default_rng(0)
@@ -813,8 +813,8 @@ def test_clipping_is_named_where_micro_batches_have_weights():
 def test_a_random_step_that_is_clearly_sound_takes_few_keys(shared, monkeypatch):
     """Sixteen keys, and where these do not decide, 64: it took 2,000 runs, each of a window or more."""
     runs = []
-    run = Steps.run
-    monkeypatch.setattr(Steps, "run", lambda *args, **options: runs.append(0) or run(*args, **options))
+    run = StepRunner.run
+    monkeypatch.setattr(StepRunner, "run", lambda *args, **options: runs.append(0) or run(*args, **options))
     own = Loop(dropped, draws=True)
     report = verify_step(FAULTS["shared key"] if shared else own, BATCH, uneven=False)
     assert report.holds != shared
