@@ -46,7 +46,7 @@ class Denominator(NamedTuple):
 
         def read(value: Value) -> Any:
             if isinstance(value, Constant | Number):
-                return value.array if isinstance(value, Constant) else value.number
+                return value.array
             return env[value] if value in env else jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
 
         for equation in self.keeps:
@@ -153,7 +153,7 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
 
     def read(value: Value) -> Any:
         if isinstance(value, Constant | Number):
-            return value.array if isinstance(value, Constant) else value.number
+            return value.array
         return env[value]
 
     for equation in program.equations:

@@ -28,10 +28,10 @@ _SHAPES = _names(  # parameters that may differ with the number of rows: shapes,
 def same_numbers(view: View) -> bool:
     """Whether the traces for n rows and for 2 n differ only in shapes."""
     double = view.double.params
-    return all(key in _SHAPES or _equal(value, double.get(key)) for key, value in view.params.items())
+    return all(key in _SHAPES or equal(value, double.get(key)) for key, value in view.params.items())
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b) or bool(a != a and b != b)  # a gather may fill with NaN
     except Exception:  # arrays among the parameters

@@ -36,7 +36,8 @@ class Number(Value):
 
     def __init__(self, literal: Any, double: Any = None):
         super().__init__(literal.aval, None)
-        self.number, self.double = literal.val, getattr(double, "val", None)
+        self.array = self.number = literal.val
+        self.double = getattr(double, "val", None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from optax_accum._rows.forms import (
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
+from optax_accum._rows.primitives import equal
 from optax_accum._rows.program import Constant, Equation, Number, Value
 
 
@@ -55,7 +56,7 @@ class Reading:
 
     def _of_literal(self, value: Constant | Number) -> Form:
         """The form of a literal: a power (-2 to 2) of the number of rows, or any other number."""
-        array, other = value.array if isinstance(value, Constant) else np.asarray(value.number), value.double
+        array, other = value.array if isinstance(value, Constant) else np.asarray(value.array), value.double
         if value.axis is not None:
             return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
         if array is other or not _is_known(array):
@@ -101,7 +102,7 @@ class Reading:
     def _find_again(self, equation: Equation) -> None:
         """Notes if an equation repeats an earlier one, or only casts its operand."""
         first = self.first(equation)
-        if first is not equation and _equal(first.single.params, equation.single.params):
+        if first is not equation and equal(first.single.params, equation.single.params):
             pairs = zip(equation.outs, first.outs, strict=True)
             self.same.update((value, self.same.get(other, other)) for value, other in pairs)
         elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
@@ -207,13 +208,6 @@ def _draws(equation: Equation) -> bool:
 def _is_known(array: Any) -> bool:
     """Whether an array holds numbers, and their values are known when tracing."""
     return not isinstance(array, Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
-
-
-def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # arrays among the parameters
-        return False
 
 
 def _multiplied(forms: Sequence[Form]) -> Form:

@@ -51,7 +51,7 @@ class Store:
 
     def whole(self, value: Value) -> Any:
         if isinstance(value, Constant | Number):
-            return value.array if isinstance(value, Constant) else value.number
+            return value.array
         if value not in self.values:
             joined = self.units.joined(self.parts[value], axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
@@ -184,7 +184,7 @@ def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax
 
     def read(value: Value) -> Any:
         if isinstance(value, Number):
-            return value.number
+            return value.array
         return env[value]
 
     for equation in loop.equations:

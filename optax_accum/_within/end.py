@@ -149,7 +149,7 @@ def evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
 
     def read(value: Value) -> Any:
         if isinstance(value, Number | Constant):
-            return value.number if isinstance(value, Number) else value.array
+            return value.array
         return env[value]
 
     for equation in equations:
