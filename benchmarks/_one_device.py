@@ -98,7 +98,7 @@ def backward(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a micro-step of `value_and_apply_gradients` moves: 64 rows, forward, backward, AdamW."""
     for name, in_place in (("added inside the backward pass", True), ("added after it", False)):
         found, copy = _backward_step(on, _product, in_place=in_place)
-        opening = sum(part.bytes for part in found.parts if any("turn" in place for place in part.within))
+        opening = sum(part.bytes for part in found.parts if any("iteration" in place for place in part.within))
         yield (
             name,
             {

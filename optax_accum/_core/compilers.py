@@ -58,12 +58,12 @@ NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
 
 def zeroed(tree: Tree, first: jax.Array) -> Tree:
     """Zeros where `first`, else the tree as it is; for references that take it: in place, once a window."""
-    turns = first.astype(jnp.int32)
+    iterations = first.astype(jnp.int32)
 
     def zeros(leaf: Any) -> Any:
         return on_mesh_of(leaf, jnp.zeros_like(leaf))
 
-    return jax.lax.fori_loop(0, turns, lambda _, tree: jax.tree.map(zeros, tree), tree)
+    return jax.lax.fori_loop(0, iterations, lambda _, tree: jax.tree.map(zeros, tree), tree)
 
 
 def explicit_mesh(kind: Any) -> Any:

@@ -19,7 +19,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
 from optax_accum._within import microbatches, reductions, shared, splitting, weights
-from optax_accum._within.microbatches import Turn
+from optax_accum._within.microbatches import Iteration
 
 _AGAIN = (
     "What accumulate returns is not differentiated through jit where the number of micro-batches is traced "
@@ -220,7 +220,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     def parts(call: Any) -> Any:
         return rules.parts(call.with_values(names, shared.narrowed(call[names])))
 
-    micro_batches = microbatches.cut(parts, device, call.with_values(names, values), rules.sizes)
+    micro_batches = microbatches.of_call(parts, device, call.with_values(names, values), rules.sizes)
     traced = micro_batches.traced()
     closure = shared.Closure(values)
     if closure.widen(traced.program.consts):
@@ -235,13 +235,13 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
 
-    def add(sums: _Sums, turn: Turn) -> tuple[_Sums, Parts]:
+    def add(sums: _Sums, iteration: Iteration) -> tuple[_Sums, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
-            parts = micro_batches.parts(turn.call)
-        share, weight, result = weighing.share(turn.index), jnp.zeros_like(sums.weight), parts.loss
+            parts = micro_batches.parts(iteration.call)
+        share, weight, result = weighing.share(iteration.index), jnp.zeros_like(sums.weight), parts.loss
         if rules.weight_of is not None:
             share = weight = checks.as_weight(rules.weight_of(result), name="weight_of's result")
-        return _Sums(outputs.add(sums.outputs, result, turn.index, share), sums.weight + weight), parts
+        return _Sums(outputs.add(sums.outputs, result, iteration.index, share), sums.weight + weight), parts
 
     start = _Sums(outputs.start(), jnp.zeros([], dtypes.default_float()))
     sums, carry = micro_batches.in_order(add, start, alive, static=static)

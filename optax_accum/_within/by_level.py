@@ -157,8 +157,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         store.passed.update(zip(fixed, wide, strict=True))
         store.parts.update(zip(moving, xs, strict=True))
     else:
-        turn = loops.recomputed(part, list(store.values.values()))
-        results = loops.mapped(lambda x: turn(given, wide, *x), (jnp.arange(units.parts), xs))
+        iteration = loops.recomputed(part, list(store.values.values()))
+        results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.parts), xs))
     rows, parts = results[: len(loop.rows)], results[len(loop.rows) :]
     reductions = [partial.REDUCTIONS[equation.name] for equation in loop.parts]
     pairs = zip(reductions, parts, strict=True)

@@ -21,7 +21,7 @@ from optax_accum._loss.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending
 from optax_accum._within import gradients, microbatches, reductions, weights
-from optax_accum._within.microbatches import Alive, MicroBatches, Turn
+from optax_accum._within.microbatches import Alive, Iteration, MicroBatches
 from optax_accum._within.rules import CallRules
 
 AGAIN = (
@@ -77,14 +77,14 @@ class Cut:
         loss = jnp.zeros([], dtypes.accumulator_dtype(self.loss_dtype, None))
         return refs, Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
-    def add(self, refs: gradients.Leaves, sums: Sums, turn: Turn) -> tuple[Sums, Parts]:
+    def add(self, refs: gradients.Leaves, sums: Sums, iteration: Iteration) -> tuple[Sums, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
-            loss, backward, parts = self.contribution(turn, refs)
+            loss, backward, parts = self.contribution(iteration, refs)
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, sums.grads, backward, self.kinds)
-            samples = self._sampled(sums.samples, backward, parts.loss, turn.index, squares)
-        weight = self.weighing.of_output(parts.loss, turn.index, turn.rows)
-        outputs = self.outputs.add(sums.outputs, parts.aux, turn.index, weight)
+            samples = self._sampled(sums.samples, backward, parts.loss, iteration.index, squares)
+        weight = self.weighing.of_output(parts.loss, iteration.index, iteration.rows)
+        outputs = self.outputs.add(sums.outputs, parts.aux, iteration.index, weight)
         counted = jax.tree.map(jnp.add, sums.counted, self.weighing.counted(parts.loss))
         return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
@@ -99,9 +99,9 @@ class Cut:
             weight=self.weighing.weight_of(sums.counted, self.device.count),
         )
 
-    def contribution(self, turn: Turn, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
+    def contribution(self, iteration: Iteration, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
         """Differentiates one micro-batch; its gradient is added to the references, if there are any."""
-        index, call, inside = turn.index, turn.call, self.inside
+        index, call, inside = iteration.index, iteration.call, self.inside
 
         def fun(params: Any) -> Any:
             return self.micro_batches.parts(call.with_values(call.params, params))
@@ -145,7 +145,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     params = call[call.params]
     empty, kinds = arithmetic.zeros(params, rules.accumulator_dtype), rules.kinds(params)
     empty = jax.tree.map(compilers.on_mesh_of, params, empty)
-    micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
+    micro_batches = microbatches.of_call(rules.parts, device, call, rules.sizes)
     traced = micro_batches.traced(call.params)
     if rules.reads is not None and rules.weight_fn is None:
         rules = dataclasses.replace(rules, weight_fn=rules.reads(call))
@@ -211,8 +211,8 @@ def _counts(
             'devices has to="partial". Leave it out; or return one Ratio.'
         )
 
-    def add(counts: dict[str, jax.Array], turn: Turn) -> tuple[dict[str, jax.Array], Parts]:
-        parts = micro_batches.parts(turn.call)
+    def add(counts: dict[str, jax.Array], iteration: Iteration) -> tuple[dict[str, jax.Array], Parts]:
+        parts = micro_batches.parts(iteration.call)
         return jax.tree.map(jnp.add, counts, ratio.counts(parts.loss)), parts
 
     with jax.named_scope("optax_accum.count"):

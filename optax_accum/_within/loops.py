@@ -26,14 +26,14 @@ def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, 
         order = jnp.argsort(jnp.logical_not(alive), stable=True)
         return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 
-    def turn(index: Any, totals: Any) -> Any:
+    def iteration(index: Any, totals: Any) -> Any:
         flag = alive if isinstance(alive, bool) else alive[index]
         return if_alive(flag, functools.partial(add, index), totals, static=static)
 
     if staged and count > 1:
-        return jax.lax.fori_loop(0, count, turn, totals)
+        return jax.lax.fori_loop(0, count, iteration, totals)
     for index in range(count):
-        totals = turn(index, totals)
+        totals = iteration(index, totals)
     return totals
 
 
@@ -56,8 +56,8 @@ def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
     """Like `jax.lax.map`; outside `jit` without a loop, which would be compiled at every call."""
     if tracing.is_staged():
         return jax.lax.map(fun, xs)
-    turns = len(jax.tree.leaves(xs)[0])
-    results = [fun(jax.tree.map(lambda leaf: leaf[turn], xs)) for turn in range(turns)]  # noqa: B023
+    count = len(jax.tree.leaves(xs)[0])
+    results = [fun(jax.tree.map(lambda leaf: leaf[iteration], xs)) for iteration in range(count)]  # noqa: B023
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
@@ -87,10 +87,11 @@ def mapped_once(
 
     @jax.custom_vjp
     def run(constants: Any, shared: Any, xs: Any) -> Any:
-        def turn(_: None, slices: Any) -> Any:
+        def iteration(_: None, slices: Any) -> Any:
             return None, fun(constants, shared, *slices)
 
-        return _stacked(turn, None, (jnp.arange(count), xs), to_host, like=(constants, shared))[1], shared, passed(xs)
+        _, results = _stacked(iteration, None, (jnp.arange(count), xs), to_host, like=(constants, shared))
+        return results, shared, passed(xs)
 
     def forward(*args: Any) -> Any:
         return run(*args), args
@@ -104,7 +105,7 @@ def mapped_once(
         adds = [passes_ for passes_, moving in zip(passes, moves, strict=True) if moving]
         to_host = [compilers.on_host(leaf) for leaf, moving in zip(xs, moves, strict=True) if moving]
 
-        def turn(totals: Any, slices: Any) -> Any:
+        def iteration(totals: Any, slices: Any) -> Any:
             index, x, cotangents, later = slices
             numbers, filled = parted((shared, x), is_inexact)
 
@@ -117,7 +118,7 @@ def mapped_once(
             of_x = [grad + next(rest) if added else grad for grad, added in zip(of_x, adds, strict=True)]
             return list(map(jnp.add, totals, of_shared)), of_x
 
-        totals, of_xs = _stacked(turn, totals, (jnp.arange(count), xs, cotangents, later), to_host, like=args)
+        totals, of_xs = _stacked(iteration, totals, (jnp.arange(count), xs, cotangents, later), to_host, like=args)
         grads = iter([*totals, *of_xs])
         return None, *jax.tree.map(lambda leaf: next(grads) if is_inexact(leaf) else None, (shared, xs))
 
@@ -128,7 +129,7 @@ def mapped_once(
 
 
 def _stacked(
-    turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool], like: Any
+    iteration: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool], like: Any
 ) -> tuple[Any, list[jax.Array]]:
     """Like `jax.lax.scan`; its buffers begin with a number of the last leaf of `xs`, or on the host.
 
@@ -140,7 +141,7 @@ def _stacked(
     def slices(index: Any) -> Any:
         return memory.to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
 
-    shapes = jax.eval_shape(turn, carry, slices(0))[1]
+    shapes = jax.eval_shape(iteration, carry, slices(0))[1]
     explicit = compilers.explicit_sharding(last) is not None  # its first number is on one device alone
     begin = jnp.zeros([]) if explicit or not last.size or compilers.on_host(last) else jnp.real(last.ravel()[0])
     numbers = carry, begin, jnp.zeros([])
@@ -157,7 +158,7 @@ def _stacked(
 
     def step(index: Any, carried: Any) -> Any:
         carry, buffers = carried
-        carry, rows = turn(carry, slices(index))
+        carry, rows = iteration(carry, slices(index))
         triples = zip(buffers, rows, to_host, strict=True)
         return carry, [stored(buffer, row, index, on_host) for buffer, row, on_host in triples]
 

@@ -193,8 +193,8 @@ def _mapped(
     def micro(xs: Any) -> Any:
         return outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
 
-    turns = [jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)
-    outputs = loops.mapped(closure.opened(micro, jax.tree.map(lambda leaf: leaf[0], turns)), turns)
+    slices = [jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)
+    outputs = loops.mapped(closure.opened(micro, jax.tree.map(lambda leaf: leaf[0], slices)), slices)
     results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:

@@ -44,7 +44,7 @@ class Alive(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class Iteration:
     """One micro-batch as it is run."""
 
     index: Index
@@ -52,7 +52,7 @@ class Turn:
     call: Call  # of `fun`: these rows, its own key, the carry
 
 
-Add = Callable[[Any, Turn], tuple[Any, Parts]]  # adds the results of a micro-batch to sums
+Add = Callable[[Any, Iteration], tuple[Any, Parts]]  # adds the results of a micro-batch to sums
 Done = tuple[Any, Tree]  # the sums, and the last carry
 
 
@@ -67,12 +67,12 @@ class MicroBatches:
     interleaved: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
-    def turn(self, index: Index, carry: Tree) -> Turn:
+    def iteration(self, index: Index, carry: Tree) -> Iteration:
         return self._of_rows(index, self._rows(index), carry)
 
     def traced(self, names: tuple[Name, ...] = ()) -> Traced:
         """Traces `fun` for the first micro-batch, as a function of the named arguments."""
-        first = self.turn(0, self.call.carried).call
+        first = self.iteration(0, self.call.carried).call
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
             parts = self.parts(first.with_values(names, values))
@@ -82,7 +82,7 @@ class MicroBatches:
 
         loss = trace_or_run(parts_of, first[names])
         if draws.may_hide(loss.program, first):
-            draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
+            draws.check_keys(self.parts, self.iteration(0, self.call.carried).call, self.call)
         results.check_carry(self.call.carried, loss.shapes.carry)
         return loss
 
@@ -91,7 +91,7 @@ class MicroBatches:
         return dataclasses.replace(self, parts=convolutions.fast_in_loops(self.parts, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
-        """Runs `sums, parts = add(sums, turn)` for the micro-batches that are alive, the remainder last.
+        """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
 
         Returns the sums and the last carry. A micro-batch that is alive on another device only is run for its carry.
         With `last_apart` the last micro-batch runs outside the loop, alive or not; it counts only if it is alive.
@@ -107,9 +107,9 @@ class MicroBatches:
 
         def hand_on(index: Any, done: Done) -> Done:
             sums, carry = done
-            return sums, self._handed_on(self.parts(self.turn(index, carry).call))
+            return sums, self._handed_on(self.parts(self.iteration(index, carry).call))
 
-        def take_turn(index: Any, done: Done) -> Done:
+        def run_iteration(index: Any, done: Done) -> Done:
             if not alive.differ:
                 return run(index, done)
             local = self.at(index, alive.local)
@@ -120,14 +120,14 @@ class MicroBatches:
             return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
         start = self.device.vary(sums), self.call.carried
-        full, (turns, rest) = self.split.full, alive.anywhere
-        order = functools.partial(loops.add_alive, add=take_turn, static=static)
+        full, (alive_full, rest) = self.split.full, alive.anywhere
+        order = functools.partial(loops.add_alive, add=run_iteration, static=static)
         if not last_apart:
-            done = order(full, turns, totals=start)
-            return loops.if_alive(rest, functools.partial(take_turn, full), done, static=static)
+            done = order(full, alive_full, totals=start)
+            return loops.if_alive(rest, functools.partial(run_iteration, full), done, static=static)
         if not self.split.rest:
-            full, turns = full - 1, turns if isinstance(turns, bool) else turns[:-1]
-        done = order(full, turns, totals=start)
+            full, alive_full = full - 1, alive_full if isinstance(alive_full, bool) else alive_full[:-1]
+        done = order(full, alive_full, totals=start)
         sums, carry = run(self.split.last, done, after=True)
         sums = selected(self.last_of(alive.local), sums, done[0])
         return sums, selected(self.last_of(alive.anywhere), carry, done[1])
@@ -149,19 +149,19 @@ class MicroBatches:
     def _rows(self, index: Index) -> Any:
         return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
 
-    def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:
+    def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Iteration:
         call = self.call.fold_key(index).with_values(self.call.batch, rows)
         if call.carry is not None:
             carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
             call = call.with_arguments({call.carry: carried})
-        return Turn(index, rows, call)
+        return Iteration(index, rows, call)
 
     def _handed_on(self, parts: Parts) -> Tree:
         self.device.check_carry(parts.carry)
         return dtypes.strong(parts.carry)
 
 
-def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
+def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
     """Cuts one device's part of the batch of a call; `parts` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)

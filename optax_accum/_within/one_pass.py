@@ -32,7 +32,7 @@ class OnePass:
       before: the equations of parameters without rows. They run in the loop, so that their gradient is added there.
       after: the equations that follow the loop.
       known: the cotangents of the loop's results, None where they are zero; None if they depend on the results.
-      factor: the place of the sum whose cotangent scales the gradient, and is known only at the end of the loss.
+      factor_at: the place of the sum whose cotangent scales the gradient, and is known only at the end of the loss.
       end: the end of the loss, and its gradient.
       is_measured: whether the gradient of each micro-batch is measured.
     """
@@ -43,14 +43,14 @@ class OnePass:
     before: Sequence[Equation]
     after: Sequence[Equation]
     known: Given | None
-    factor: int | None
+    factor_at: int | None
     end: End
     is_measured: bool = False
 
     @property
     def measured(self) -> "OnePass":
         """The same, with each gradient measured: a factor that only the end tells comes from a forward pass, first."""
-        of_all = {} if self.factor is None else {"known": None, "factor": None}
+        of_all = {} if self.factor_at is None else {"known": None, "factor_at": None}
         return dataclasses.replace(self, is_measured=True, **of_all)
 
     @functools.cached_property

@@ -187,8 +187,8 @@ def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, ag
 def _ended(once: OnePass, given: Given, grads: Any) -> Any:
     """The gradient after the end of the loss: scaled by its factor, with its own terms added."""
     leaves, treedef = jax.tree.flatten(grads)
-    if once.factor is not None:
-        factor = once.end.factor(given, once.factor)
+    if once.factor_at is not None:
+        factor = once.end.factor(given, once.factor_at)
         leaves = [leaf if dtypes.is_float0(leaf) else leaf * factor.astype(leaf.dtype) for leaf in leaves]
     if once.end.adds:
         pairs = zip(leaves, once.end.direct(given), strict=True)

@@ -92,7 +92,7 @@ class Ran(NamedTuple):
 
     instruction: Instruction
     computation: Computation
-    within: tuple[str, ...]  # branches that must be taken and loops of unknown length that must turn, from outside
+    within: tuple[str, ...]  # branches that must be taken and loops of unknown length that must run, from outside
     in_loop: bool
     times: int  # the product of the trip counts of the loops around it; one that is not known is 1
 
@@ -103,7 +103,7 @@ class Ran(NamedTuple):
     @property
     def known(self) -> bool:
         """Whether all trip counts are known."""
-        return not any(place.startswith("turn") for place in self.within)
+        return not any(place.startswith("iteration") for place in self.within)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,10 +202,10 @@ class ProgramText:
             yield Ran(line, computation, within, in_loop, times)
             if line.opcode == "while":
                 trips = self._trips(computation, line)
-                place = (*within, f"turn of {line.name}") if trips is None else within
+                place = (*within, f"iteration of {line.name}") if trips is None else within
                 for inner in (*line.called.get("body", ()), *line.called.get("condition", ())):
-                    turns = times * (1 if trips is None else trips)
-                    yield from self._run(inner, into_fusions, place, True, turns)
+                    iterations = times * (1 if trips is None else trips)
+                    yield from self._run(inner, into_fusions, place, True, iterations)
             elif line.opcode == "conditional":
                 for number, inner in enumerate(line.branches):
                     place = (*within, f"branch {number} of {line.name}")

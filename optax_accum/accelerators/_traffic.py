@@ -14,8 +14,8 @@ class Part:
 
     Attributes:
       within: the branches that must be taken and the loops of unknown
-        length that must turn, from the outside in, such as
-        `("branch 0 of conditional", "turn of while")`; none for what always
+        length that must run, from the outside in, such as
+        `("branch 0 of conditional", "iteration of while")`; none for what always
         runs.
       bytes: read from and written to the device's memory, trip counts
         included.
@@ -30,7 +30,7 @@ class Part:
     copies: int
 
 
-NOTHING = Part(("no turn",), 0, 0, 0)
+NOTHING = Part(("no iteration",), 0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Traffic:
 
     Attributes:
       parts: what always runs, then each branch of each conditional, and one
-        turn of each loop of unknown length.
+        iteration of each loop of unknown length.
       temporary: bytes of temporary memory, or None where only a text was
         given.
     """
@@ -52,7 +52,7 @@ class Traffic:
         """What always runs.
 
         It runs whichever branches are taken and however often loops of
-        unknown length turn.
+        unknown length run.
         """
         return self.parts[0]
 
@@ -61,7 +61,7 @@ class Traffic:
         """The bytes of the branches that move least: a held micro-step.
 
         Each conditional takes the branch that moves least. A loop of
-        unknown length does not turn.
+        unknown length does not run.
         """
         return self._sum(self.always, min)
 
@@ -70,7 +70,7 @@ class Traffic:
         """The bytes of the branches that move most: a window that emits.
 
         Each conditional takes the branch that moves most. A loop of unknown
-        length turns once.
+        length runs once.
         """
         return self._sum(self.always, max)
 
@@ -83,7 +83,7 @@ class Traffic:
         for part in self.parts:
             if part.within[:-1] == outer.within and part.within:
                 kind, of = part.within[-1].split(" of ")
-                ways.setdefault(of, [] if kind != "turn" else [NOTHING]).append(part)
+                ways.setdefault(of, [] if kind != "iteration" else [NOTHING]).append(part)
         return list(ways.values())
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
 
     Guarantees:
       * A loop of n steps: counts n times.
-      * A loop whose length is known only when running: one turn is a part
+      * A loop whose length is known only when running: one iteration is a part
         of its own.
       * A conditional inside a branch: a part of its own.
       * A fusion, also an asynchronous one: what goes in and comes out; a

@@ -54,15 +54,15 @@ def test_a_loop_counts_its_turns(on):
 
 def test_a_turn_of_a_loop_of_unknown_length_is_a_part(on):
     found = traffic(on, lambda x, n: jax.lax.fori_loop(0, n[0].astype(int), lambda _, x: jnp.sin(x), x), (N, N), (1,))
-    always, turn = found.parts
-    assert (always.within, turn.within[0].split()[0]) == ((), "turn")
-    assert [always.bytes / SIZE, turn.bytes / SIZE] == pytest.approx([0, 2], abs=0.01)
-    assert (found.least, found.most) == (always.bytes, always.bytes + turn.bytes)
-    assert turn.within[0] in str(found)
+    always, iteration = found.parts
+    assert (always.within, iteration.within[0].split()[0]) == ((), "iteration")
+    assert [always.bytes / SIZE, iteration.bytes / SIZE] == pytest.approx([0, 2], abs=0.01)
+    assert (found.least, found.most) == (always.bytes, always.bytes + iteration.bytes)
+    assert iteration.within[0] in str(found)
 
 
 def test_each_branch_moves_its_own(on):
-    """In a loop, as often as that turns."""
+    """In a loop, as often as that iterates."""
     ways = [lambda x, y: 0.0, lambda x, y: jnp.sum(x), lambda x, y: jnp.sum(x) + jnp.sum(y)]
     choose = lambda x, y, n: jax.lax.switch(n[0].astype(int), ways, x, y)
     again = lambda x, y, n: jax.lax.fori_loop(0, 5, lambda i, sums: sums + choose(x, y, n + i + sums), 0.0)
