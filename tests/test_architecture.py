@@ -38,7 +38,7 @@ ROOMS = {  # and what each stands on
     "accelerators": {"_core", "_arguments"},
     "__main__": set(),
     "plan": {"_core", "_arguments", "accelerators"},  # it takes the accumulator as users do
-    "statistics": {"_loss", "_across"},
+    "statistics": {"_loss", "_space"},
     "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within", "_explain"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
