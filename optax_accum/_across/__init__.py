@@ -1,1 +1,1 @@
-"""Across calls: the window, its policies, and the micro-steps that users call."""
+"""Across calls: `accumulate_gradients`, its window, schedules and policies, and the micro-steps that users call."""

@@ -1,1 +1,1 @@
-"""Reads a traced loss: the lines that take rows together, their cost, the weight of a micro-batch."""
+"""`explain`, and weights across calls: the lines of a traced loss that take rows together, and what they cost."""

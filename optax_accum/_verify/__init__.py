@@ -1,1 +1,1 @@
-"""Whether accumulation changes an update, and why: of a loss, and of anyone's train step."""
+"""`verify_step`: whether anyone's train step keeps the law, and if not, why. It sees the step from outside."""

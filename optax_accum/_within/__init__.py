@@ -1,1 +1,1 @@
-"""Within a call: a batch cut, differentiated piece by piece, and put together again."""
+"""Within a call: `value_and_grad`, `microbatched`, `accumulate`. A batch is cut, run, and put together again."""

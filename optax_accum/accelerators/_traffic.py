@@ -15,8 +15,8 @@ class Part:
     Attributes:
       within: the branches that must be taken and the loops of unknown
         length that must run, from the outside in, such as
-        `("branch 0 of conditional", "iteration of while")`; none for what always
-        runs.
+        `("branch 0 of conditional", "iteration of while")`; none for a part
+        that always runs.
       bytes: read from and written to the device's memory, trip counts
         included.
       host: those of them that come from the host's memory or go there.

@@ -18,9 +18,15 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 MODULES = re.findall(r"^   (optax_accum[\w.]*)$", (DOCS / "api.md").read_text(), re.MULTILINE)
 
-spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
-docstrings = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(docstrings)
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+docstrings, package_map = loaded("docstrings"), loaded("package_map")
 
 
 def test_every_page_is_in_a_toctree():
@@ -160,3 +166,12 @@ def test_actions_and_hooks_are_pinned():
     assert [line for line in uses if not re.search(r"uses: (\./\S+|\S+@[0-9a-f]{40} # v[\d.]+)$", line)] == []
     [ruff] = [each for each in PYPROJECT["dependency-groups"]["lint"] if each.startswith("ruff")]
     assert f"rev: v{ruff.removeprefix('ruff==')}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+@pytest.mark.quick
+def test_the_map_of_packages_is_made_of_their_docstrings():
+    """`python docs/package_map.py` writes it."""
+    page = package_map.PAGE.read_text()
+    assert package_map.written(page) == page
+    line = next(line for line in page.splitlines() if line.startswith("| `plan` |"))
+    assert package_map.written(page.replace(line, line.replace("`accelerators`", "`flax`"))) == page
