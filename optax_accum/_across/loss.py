@@ -14,10 +14,10 @@ from optax_accum._core import convolutions, tracing
 from optax_accum._core.leaves import short
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
-from optax_accum._loss.backward import Backward, add_last, add_to, contribution
+from optax_accum._loss.backward import Backward, add_last, add_to, contribution, forward
 from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
 from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import Returns
+from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
@@ -89,16 +89,22 @@ class Loss:
             params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
             call = call.with_values(tuple(call.arguments), arguments)
 
+        def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
+            value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
+            return loss, value, weighing.counted(parts.loss)
+
         def run(inside: Inside | None) -> tuple[Backward, Any]:
             loss, backward, parts = contribution(fun, params, weighing, 0, inside)
-            value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
-            return backward, (loss, value, weighing.counted(parts.loss))
+            return backward, returned(loss, parts)
+
+        def rest() -> Any:
+            return returned(*forward(fun, params, weighing, 0))
 
         ending = self._ending(device, acc, inside, flush)
         if acc is None or (not inside and (self.meter.measures or weighing.weight is None)):
             backward, (loss, value, weight) = run(None)
             return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
-        add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary, together=together)
+        add = functools.partial(add_to, first=index == 0, rest=rest, inside=inside, vary=device.vary, together=together)
         if inside and ending is not None:
             acc, squares, (loss, value, counted) = add_last(
                 acc, run, weighing.weight, index == 0, inside=inside, finish=ending.finish, vary=device.vary
@@ -109,7 +115,7 @@ class Loss:
             acc, squares, (loss, value, _) = add(acc, run, weight)
         else:
             backward, (loss, value, weight) = run(inside)  # a Ratio has its weight only when it has been run
-            acc, squares, _ = add(acc, lambda _: (backward, None), weight)
+            acc, squares, _ = add(acc, lambda _: (backward, None), weight, rest=lambda: None)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if ending is None else ending.reduced(acc)
         return Done(loss, value, weight, Added(acc, measured, reduced))

@@ -1,5 +1,6 @@
 """The backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,15 +30,17 @@ def contribution(
 
     `inside`: how gradients are added inside the backward pass; None if they are not. They are multiplied by `scale`.
     """
-
-    def scaled(params: Tree) -> tuple[jax.Array, Parts]:
-        parts = fun(params)
-        parts = parts._replace(loss=ratio.checked(parts.loss))
-        return weighing.scaled(parts.loss, index), parts
-
+    scaled = functools.partial(forward, fun, weighing=weighing, index=index)
     run, targets = (inside.through(scaled, params), inside.targets(params)) if inside else (scaled, params)
     loss, backward, parts = jax.vjp(run, targets, has_aux=True)
     return loss, Backward(backward, jnp.full_like(loss, scale), inside), parts
+
+
+def forward(fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index) -> tuple[jax.Array, Parts]:
+    """The loss of a micro-batch as it is weighed, and the result of `fun`."""
+    parts = fun(params)
+    parts = parts._replace(loss=ratio.checked(parts.loss))
+    return weighing.scaled(parts.loss, index), parts
 
 
 class Backward:
@@ -82,15 +85,17 @@ def add_to(
     weight: Weight,
     first: jax.Array,
     *,
+    rest: Callable[[], Any],
     inside: Inside | None,
     vary: Callable[[Tree], Tree],
     together: bool = False,
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and the rest of `run`'s result.
 
-    A micro-batch of weight 0 is not run, for its loss is often 0 / 0: the rest is zeros. Where devices run `together`,
-    it is run, and the weight, as the factor of `inside`, drops its gradient. The weight of a Ratio cannot be that
-    factor: a second accumulator then has the sum without the gradient. `vary` is `device.vary`.
+    A micro-batch of weight 0 is not run, for its loss is often 0 / 0: the rest, which `rest` computes alone, is zeros.
+    Where devices run `together`, it is run, and the weight, as the factor of `inside`, drops its gradient. The weight
+    of a Ratio cannot be that factor: a second accumulator then has the sum without the gradient. `vary` is
+    `device.vary`.
     """
 
     def begun() -> Tree:
@@ -110,7 +115,7 @@ def add_to(
         return jax.tree.map(jax.freeze, refs), vary(squares), vary(returned)
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
-        returned = arithmetic.zeros_of(jax.eval_shape(lambda: run(inside)[1]))
+        returned = arithmetic.zeros_of(jax.eval_shape(rest))
         return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(returned)
 
     counts = flags.known(weight != 0)
