@@ -266,3 +266,24 @@ def test_arguments_by_keyword():
         return scale * masked(w, batch)
 
     np.testing.assert_allclose(trained(loss, scale=2.0), W - 2 * jax.grad(masked)(W, BATCH), rtol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("options", "traces"), [({}, 3), ({"weight_fn": lambda batch: batch["mask"].sum()}, 1)], ids=["read", "weight_fn"]
+)
+def test_a_loss_is_traced_once_and_twice_more_to_be_read(options, traces):
+    """The trace is the program that is differentiated: a model that is slow to trace is not traced for each question."""
+    traced = []
+
+    def loss(w, batch):
+        traced.append(1)
+        return masked(w, batch)
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
+    state = step(W, tx.init(W), BATCH)[2]
+    assert len(traced) == traces
+    step(W, state, BATCH)
+    jax.jit(optax_accum.value_and_grad(loss, 4))(W, BATCH)
+    assert len(traced) == traces + 2
