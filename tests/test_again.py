@@ -162,6 +162,8 @@ def test_a_micro_step_through_a_jit_names_the_option_that_works(around):
     step = around(optax_accum.value_and_apply_gradients(loss, TX))
     with pytest.raises(ValueError, match="is not differentiated through jit, a scan .*Pass in_place=False"):
         jax.grad(lambda w: step(w, TX.init(w), BATCH)[1].sum())(W)
+    with pytest.raises(ValueError, match="is not differentiated through jit, a scan .*Pass in_place=False"):
+        jax.grad(lambda x: step(W, TX.init(W), {**BATCH, "x": x})[1].sum())(jnp.asarray(BATCH["x"]))
 
 
 @pytest.mark.sweep

@@ -75,7 +75,6 @@ class Loss:
 
         params = call.arguments[0]
         traced = trace_or_run(fun, params)
-        fun = convolutions.fast_in_loops(traced.run, traced.jaxpr.eqns)
         again = again or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
         types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
         device.check_axes(types, of_optimizer=True)
@@ -85,9 +84,10 @@ class Loss:
         together = device.runs_together(traced)
         inside = None if acc is None else self._inside(params, acc, traced, weighing, again, together)
         if inside:
-            values = params, acc, list(call.arguments.values())
-            params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
-            call = call.with_values(tuple(call.arguments), arguments)
+            arguments = list(call.arguments.values())
+            params, acc, refused = tracing.refuse_differentiation((params, acc, arguments), _AGAIN)
+            traced = traced.closing_over(arguments, refused)
+        fun = convolutions.fast_in_loops(traced.run, traced.jaxpr.eqns)
 
         def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))

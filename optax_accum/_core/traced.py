@@ -52,9 +52,19 @@ class Traced:
         """Whether the user wrote a part of the backward pass, which need not be linear (a clip)."""
         return any(equation.primitive.name.startswith("custom_vjp_call") for equation in self.equations)
 
+    def closing_over(self, before: Tree, after: Tree) -> "Traced":
+        """The same function, which closes over other arrays in the places of some."""
+        replaced = dict(zip(map(id, jax.tree.leaves(before)), jax.tree.leaves(after), strict=True))
+        consts = [replaced.get(id(const), const) for const in self.program.consts]
+        return _evaluated(self.program.replace(consts=consts), self.shapes)
+
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return _evaluated(program, shapes)
+
+
+def _evaluated(program: Any, shapes: Tree) -> Traced:
     run, treedef = core.jaxpr_as_fun(program), jax.tree.structure(shapes)
     return Traced(program, shapes, lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args))))
 
