@@ -184,7 +184,7 @@ class LoweredStep:
 
     def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms):
         self._step, self._call, self._programs = step, call, programs
-        self._lowered = {of: program.run.lower(call.parts) for of, program in programs.all.items()}
+        self._lowered = {of: program.run.lower(call.parts) for of, program in programs.by_windows.items()}
         self.adds, self.updates = _two(self._lowered)
 
     @property

@@ -100,13 +100,15 @@ class StepPrograms:
         return self.single
 
     @property
-    def all(self) -> dict[Any, StepProgram]:
+    def by_windows(self) -> dict[Any, StepProgram]:
         """The programs by the keys of `known`; a single one by None."""
         return dict(self.known) if self.single is None else {None: self.single}
 
     def running(self, compiled: dict[Any, Any]) -> "StepPrograms":
         """The same programs, compiled; there will be no others."""
-        of_all = {of: program._replace(run=program.run._replace(run=compiled[of])) for of, program in self.all.items()}
+        of_all = {
+            of: program._replace(run=program.run._replace(run=compiled[of])) for of, program in self.by_windows.items()
+        }
         single = of_all.pop(None, None)
         return _Compiled(self.step, self.is_part, self.say, self.counters, self.due, self.by_caller, of_all, single)
 

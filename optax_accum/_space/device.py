@@ -83,7 +83,7 @@ class Device:
         return dataclasses.replace(self, endings=dataclasses.replace(self.endings, **fields))
 
     def ending(self, sums: Tree, missing: str | None = None) -> Ending | None:
-        """How the last backward pass adds these sums over the devices, if it does; raises if it is asked to in vain.
+        """How the last backward pass adds these sums over the devices, if it does; raises if that is asked for in vain.
 
         `missing` is a condition, in words, that the caller does not meet.
         """

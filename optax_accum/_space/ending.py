@@ -26,8 +26,8 @@ class Ending:
     """How a last backward pass adds sums over the devices.
 
     Attributes:
-      finish: for each leaf the function that adds it over the devices in place; where each keeps a shard, shard by
-        shard, and for one that has to wait for the others it returns None.
+      finish: for each leaf the function that adds it over the devices in place. Where each device keeps a shard, it is
+        called with slices, and returns None for one that has to wait for the others.
       shards: which shard of each leaf a device keeps; None where all get the sum.
     """
 
@@ -44,11 +44,11 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Endings:
-    """When windows end so.
+    """Whether windows have such an ending: by the option, by what this device can do, by what pays.
 
     Attributes:
       asked: the option `overlap`; None where it pays.
-      missing: a condition, in words, that is not met in any case; None if all are.
+      missing: a condition, in words, that is not met here; None if all are.
       hides: whether devices communicate and multiply at the same time.
       shards_of: `sums -> shards`, which shard of each a device keeps; None where all get the sum.
     """
@@ -59,7 +59,7 @@ class Endings:
     shards_of: Callable[[Tree], Sequence[Shard]] | None = None
 
     def ending(self, sums: Tree, add_up: Callable[[Any], Any], missing: str | None) -> Ending | None:
-        """The ending of a window with these sums, if it has one; raises if that is asked in vain.
+        """The ending of a window with these sums, if it has one; raises if it is asked for in vain.
 
         `add_up` adds a leaf over the devices, `missing` is a condition, in words, that the caller does not meet.
         """
