@@ -16,7 +16,7 @@ import jax
 from tqdm import tqdm
 
 from benchmarks import _measure
-from optax_accum._verify import step_faults
+from optax_accum.verify import _faults as step_faults
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/check_your_step.md"
 TABLES = {"verify_step": step_faults.FAULTS}

@@ -22,7 +22,7 @@ from flax.training.train_state import TrainState
 import optax_accum
 from benchmarks import _measure, _verdicts
 from benchmarks._measure import Tree
-from optax_accum._verify import step_faults
+from optax_accum.verify import _faults as step_faults
 
 Random = np.random.Generator
 KINDS = tuple(fault.name for fault in step_faults.PLANTED)

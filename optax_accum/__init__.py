@@ -38,9 +38,10 @@ if _TYPE_CHECKING:
     from optax_accum import accelerators, batching, checkpoint, sharding, statistics
     from optax_accum import flax as flax
     from optax_accum import plan as plan
+    from optax_accum import verify as verify
     from optax_accum._explain.explain import explain
-    from optax_accum._verify.verify_step import verify_step
     from optax_accum.plan._planning import plan_microbatches
+    from optax_accum.verify._verify_step import verify_step
 
 __version__ = "0.1.0"
 
@@ -73,11 +74,11 @@ __all__ = [
 
 
 # Loaded when first asked for: a training run needs little of it, and Flax need not be installed.
-_FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", "statistics"}
+_FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", "statistics", "verify"}
 _FUNCTIONS = {
     "explain": "_explain.explain",
     "plan_microbatches": "plan._planning",
-    "verify_step": "_verify.verify_step",
+    "verify_step": "verify._verify_step",
 }
 
 
@@ -91,4 +92,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "flax", "plan"])
+    return sorted([*__all__, "__version__", "flax", "plan", "verify"])

@@ -31,7 +31,7 @@ ROOMS = {  # and what each stands on
     "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
-    "_verify": {"_core", "_arguments"},  # it sees a step from outside
+    "verify": {"_core", "_arguments"},  # it sees a step from outside
     "sharding": {"_core", "_space", "_across", "accelerators"},
     "checkpoint": {"_core", "_arguments", "sharding"},
     "batching": {"_core", "_arguments", "_loss", "_across"},
@@ -357,7 +357,19 @@ def test_a_quirk_is_owned_and_needed(quirk):
 
 @pytest.mark.parametrize(
     "face",
-    ["", "sharding", "checkpoint", "batching", "accelerators", "plan", "statistics", "flax", "flax.linen", "flax.nnx"],
+    [
+        "",
+        "sharding",
+        "checkpoint",
+        "batching",
+        "accelerators",
+        "plan",
+        "statistics",
+        "verify",
+        "flax",
+        "flax.linen",
+        "flax.nnx",
+    ],
 )
 def test_a_face_shows_its_names_and_no_more(face):
     module = importlib.import_module(f"optax_accum.{face}".rstrip("."))
@@ -365,11 +377,11 @@ def test_a_face_shows_its_names_and_no_more(face):
     for name in module.__all__:
         assert len(getattr(module, name).__doc__) > 60, name
     public = {name for name in vars(module) if not name.startswith("_")}
-    assert public - {"flax", "plan"} <= set(module.__all__)
+    assert public - {"flax", "plan", "verify"} <= set(module.__all__)
 
 
 def test_dir_shows_what_users_need():
-    assert dir(optax_accum) == sorted([*optax_accum.__all__, "__version__", "flax", "plan"])
+    assert dir(optax_accum) == sorted([*optax_accum.__all__, "__version__", "flax", "plan", "verify"])
 
 
 def test_a_wrong_arrow_is_found():
@@ -399,7 +411,7 @@ def test_import_loads_neither_flax_nor_matplotlib():
 def test_import_loads_neither_planning_nor_verification():
     """They are there when they are asked for."""
     rooms = "{name.split('.')[1] for name in sys.modules if name.startswith('optax_accum.')}"
-    later = "{'_explain', '_verify', 'accelerators', 'plan'}"
+    later = "{'_explain', 'accelerators', 'plan', 'verify'}"
     assert run(f"import sys, optax_accum; print(*{later} & {rooms})") == []
     ask = "from optax_accum import explain, plan, accelerators; print(explain.__name__, accelerators.target.__name__)"
     assert run(ask) == ["explain", "target"]

@@ -8,7 +8,7 @@ import pytest
 
 import optax_accum
 from benchmarks import _verdicts, verify_step
-from optax_accum._verify import step_faults
+from optax_accum.verify import _faults as step_faults
 from tests.verify import test_verify_step
 
 FUNCTIONS = {"verify_step": optax_accum.verify_step}

@@ -15,9 +15,9 @@ import optax_accum
 from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
-from optax_accum._verify import step_params
-from optax_accum._verify.report import Report
-from optax_accum._verify.step_calls import StepRunner
+from optax_accum.verify import _params as step_params
+from optax_accum.verify._calls import StepRunner
+from optax_accum.verify._report import Report
 from tests.tiers import sweep
 
 rng = np.random.default_rng(0)

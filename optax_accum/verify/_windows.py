@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_accum._verify.step_explanations import MORE, ROOT, Change, Explanations
+from optax_accum.verify._explanations import MORE, ROOT, Change, Explanations
 
 Said = tuple[str, str]  # the name of a fault, and the evidence
 Foretold = tuple[str, float, str]  # the fault, the distance between its update and the observed one, the evidence

@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._arguments.rows import is_split
 from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Tree
-from optax_accum._verify import foreign
+from optax_accum.verify import _foreign as foreign
 
 Path = tuple[str, ...]
 Numbers = dict[Path, np.ndarray]

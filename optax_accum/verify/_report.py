@@ -24,11 +24,17 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why an update changes when its batch is cut: the fault, and what its probe saw."""
+    """Why an update changes when its batch is cut.
+
+    Attributes:
+      fault: the fault, with its name and its remedies.
+      evidence: what the check saw, a sentence.
+      of_jax: whether the step is JAX's.
+    """
 
     fault: Fault
     evidence: str
-    of_jax: bool = True  # whether the step is JAX's
+    of_jax: bool = True
 
     @property
     def kind(self) -> str:
@@ -50,24 +56,39 @@ def found(faults: Iterable[Fault], when: str, *args: Any) -> Iterator[Cause]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `verify_step` found: whether the law holds, how nearly, if not why. It prints.
+    """What `verify_step` found: whether the law holds, how nearly, if not why.
 
-    As a bool it is `holds`, so that `assert verify_step(...)` says what it seems to; `check()` shows the report, too.
+    As a bool it is `holds`, so `assert verify_step(...)` says what it seems
+    to; `check()` shows the report, too. It prints errors, causes, remedies.
+
+    Attributes:
+      holds: whether the update of micro-batches is that of the whole batch.
+      errors: by the path of each leaf, and "loss": the largest error,
+        relative to the largest entry of what is averaged.
+      limits: by the same paths: the largest error that counts as rounding,
+        or as noise.
+      causes: why the updates differ; none if they do not.
+      rows: the rows of the whole batch.
+      num_microbatches: how many micro-batches it was cut into.
+      random: whether the step is random.
+      draws: the keys over which the updates of a random step are averaged.
+      notes: what was not tried, and why.
+      told: whether holding could be told from not holding.
     """
 
     holds: bool
-    errors: dict[str, float]  # "loss" and each leaf's path -> largest error / largest entry of what is averaged
-    limits: dict[str, float]  # the same paths -> the largest error that counts as rounding, or as noise
+    errors: dict[str, float]
+    limits: dict[str, float]
     causes: tuple[Cause, ...]
     rows: int
     num_microbatches: int
     random: bool
     draws: int
-    notes: tuple[str, ...] = ()  # what was not tried, and why
-    told: bool = True  # whether holding could be told from not holding
+    notes: tuple[str, ...] = ()
+    told: bool = True
 
     def check(self) -> None:
-        """Raises an AssertionError with the report, unless the law holds: one line of a test."""
+        """Raises an AssertionError with the report, unless the law holds."""
         if not self.holds:
             raise AssertionError(str(self))
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._verify import step_probes as probes
-from optax_accum._verify import step_windows as windows
-from optax_accum._verify.report import Cause, Errors, Fault, found, within
-from optax_accum._verify.step_errors import StepErrors
-from optax_accum._verify.step_explanations import Change
-from optax_accum._verify.step_probes import Off, Other, window_of
-from optax_accum._verify.step_runs import Rows, mean
-from optax_accum._verify.step_windows import Second, WindowView
+from optax_accum.verify import _probes as probes
+from optax_accum.verify import _windows as windows
+from optax_accum.verify._errors import StepErrors
+from optax_accum.verify._explanations import Change
+from optax_accum.verify._probes import Off, Other, window_of
+from optax_accum.verify._report import Cause, Errors, Fault, found, within
+from optax_accum.verify._runs import Rows, mean
+from optax_accum.verify._windows import Second, WindowView
 
 SHARED_KEY = Fault(
     "shared key",

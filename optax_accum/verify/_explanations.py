@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._verify.step_carries import largest
+from optax_accum.verify._carries import largest
 
 Change = dict[str, np.ndarray]  # what a run adds to each leaf
 MORE = 3  # more entries than this beyond the micro-batches tell these apart

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from optax_accum._core.types import Tree
-from optax_accum._verify.report import Errors, badness, within
-from optax_accum._verify.step_calls import nudged, nudged_at
-from optax_accum._verify.step_carries import floats, largest, moved, moved_apart
-from optax_accum._verify.step_explanations import Change
-from optax_accum._verify.step_runs import Rows, StepRuns, mean
+from optax_accum.verify._calls import nudged, nudged_at
+from optax_accum.verify._carries import floats, largest, moved, moved_apart
+from optax_accum.verify._explanations import Change
+from optax_accum.verify._report import Errors, badness, within
+from optax_accum.verify._runs import Rows, StepRuns, mean
 
 LONG = 16  # windows in a long window
 SUMS = 2**-16  # the error beyond which a sum is imprecise: 128 roundings of float32

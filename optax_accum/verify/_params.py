@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.types import Tree
-from optax_accum._verify import step_carries as carries
-from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states, wide
+from optax_accum.verify import _carries as carries
+from optax_accum.verify._carries import Path, inside, is_inexact, leaves_of, named, plain, states, wide
 
 Find = Callable[[Tree], Tree] | None  # a user's function that finds the parameters
 AVERAGES = ("ema", "average", "avg", "shadow", "target")  # in names of parts that begin equal to the parameters

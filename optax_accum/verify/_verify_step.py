@@ -10,12 +10,14 @@ import optax
 from optax_accum._arguments import checks
 from optax_accum._arguments.rows import check_groups, count_rows
 from optax_accum._core.types import Tree
-from optax_accum._verify import foreign, step_params, step_probes
-from optax_accum._verify import step_faults as faults
-from optax_accum._verify.report import Cause, Errors, Report, badness, found
-from optax_accum._verify.step_calls import StepRunner, reference
-from optax_accum._verify.step_errors import StepErrors
-from optax_accum._verify.step_runs import FEW_DRAWS
+from optax_accum.verify import _faults as faults
+from optax_accum.verify import _foreign as foreign
+from optax_accum.verify import _params as step_params
+from optax_accum.verify import _probes as step_probes
+from optax_accum.verify._calls import StepRunner, reference
+from optax_accum.verify._errors import StepErrors
+from optax_accum.verify._report import Cause, Errors, Report, badness, found
+from optax_accum.verify._runs import FEW_DRAWS
 
 LEAST = 3  # entries of the parameters that must change
 CLEAR = 2 / 3  # the part of a limit that an error over few keys may take

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_accum._verify import step_carries as carries
-from optax_accum._verify.report import Errors, badness
-from optax_accum._verify.step_calls import spoilt
-from optax_accum._verify.step_carries import Numbers, Path
-from optax_accum._verify.step_errors import LONG, StepErrors
-from optax_accum._verify.step_explanations import Change, Explanations
-from optax_accum._verify.step_runs import Rows, mean
-from optax_accum._verify.step_windows import WindowView, one_after_another
+from optax_accum.verify import _carries as carries
+from optax_accum.verify._calls import spoilt
+from optax_accum.verify._carries import Numbers, Path
+from optax_accum.verify._errors import LONG, StepErrors
+from optax_accum.verify._explanations import Change, Explanations
+from optax_accum.verify._report import Errors, badness
+from optax_accum.verify._runs import Rows, mean
+from optax_accum.verify._windows import WindowView, one_after_another
 
 BLIND = 0.1  # the error that must be seen
 

@@ -15,9 +15,9 @@ from optax_accum._arguments.callables import as_function
 from optax_accum._arguments.draws import hidden_draws
 from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
-from optax_accum._verify import foreign
-from optax_accum._verify import step_carries as carries
-from optax_accum._verify.step_carries import Numbers, Path, epsilons, is_inexact, wide
+from optax_accum.verify import _carries as carries
+from optax_accum.verify import _foreign as foreign
+from optax_accum.verify._carries import Numbers, Path, epsilons, is_inexact, wide
 
 
 def as_is(carry: Tree) -> Tree:

@@ -10,12 +10,12 @@ import numpy as np
 
 from optax_accum._arguments.rows import of_rows
 from optax_accum._core.types import Tree
-from optax_accum._verify import step_carries as carries
-from optax_accum._verify import step_params
-from optax_accum._verify.step_calls import StepRunner
-from optax_accum._verify.step_carries import Numbers, largest
-from optax_accum._verify.step_explanations import MORE, NEAR, ROOT, Change, Explanations
-from optax_accum._verify.step_params import Find, Leaf
+from optax_accum.verify import _carries as carries
+from optax_accum.verify import _params as step_params
+from optax_accum.verify._calls import StepRunner
+from optax_accum.verify._carries import Numbers, largest
+from optax_accum.verify._explanations import MORE, NEAR, ROOT, Change, Explanations
+from optax_accum.verify._params import Find, Leaf
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
 FEW_DRAWS = 16  # keys over which a random step is averaged at first
