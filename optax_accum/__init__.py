@@ -11,6 +11,7 @@ Most users need only the functions here. The submodules:
 * `statistics`: measure the noise of gradients.
 * `accelerators`: read programs compiled for a GPU or a TPU.
 * `plan`: find what fits in memory.
+* `verify`: check a train step against the whole batch.
 * `flax.linen`, `flax.nnx`: train states, optimizers and train steps.
 """
 
