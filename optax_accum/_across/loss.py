@@ -86,8 +86,8 @@ class Loss:
         if inside:
             arguments = list(call.arguments.values())
             params, acc, refused = tracing.refuse_differentiation((params, acc, arguments), _AGAIN)
-            traced = traced.closing_over(arguments, refused)
-        fun = convolutions.fast_in_loops(traced.run, traced.jaxpr.eqns)
+            traced, call = traced.closing_over(arguments, refused), call.with_values(tuple(call.arguments), refused)
+        fun = convolutions.fast_in_loops(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns)
 
         def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
@@ -147,12 +147,14 @@ class Loss:
         weight of a Ratio is not known by then.
         """
         squares = self.meter.no_squares(params)
-        bent = traced.is_short or traced.has_rule  # a factor of the cotangent may change more than its size
+        bends = traced.is_short or traced.has_rule  # a factor of the cotangent may change more than its size
         why_not = MAY_BE_AGAIN if again else None
-        if bent and weighing.weight is None and not self.in_place:
+        if bends and weighing.weight is None and not self.in_place:
             why_not = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
+        if traced.has_rule and not traced.runs_alone:
+            why_not = "a derivative rule in the loss closes over a traced value"
         selects = together and isinstance(weighing.weight, jax.Array)
-        factor = weighing.weight if bent or selects else None
+        factor = weighing.weight if bends or selects else None
         return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, why_not)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
@@ -162,9 +164,9 @@ class Loss:
         if isinstance(loss, Ratio):
             self._check_ratio(weight is not None or self.weight_fn is not None)
             return ByCount(mean_and_factor)
-        told = self._by_weight(call) if weight is None else ByWeight(checks.as_weight(weight))
-        mean, factor = mean_and_factor(told.weight)
-        return ByWeight(mean, factor * told.factor)
+        by_weight = self._by_weight(call) if weight is None else ByWeight(checks.as_weight(weight))
+        mean, factor = mean_and_factor(by_weight.weight)
+        return ByWeight(mean, factor * by_weight.factor)
 
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:

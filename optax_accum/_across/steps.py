@@ -123,8 +123,8 @@ class Step:
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
-        said = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
-        if self.reads is None or said or not call.batch or not any(map(holds_sum, states_in(state))):
+        is_weighed = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
+        if self.reads is None or is_weighed or not call.batch or not any(map(holds_sum, states_in(state))):
             return keywords
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
@@ -176,8 +176,8 @@ class AccumulatingStep(Step):
     rules: WindowRules
 
     def closes(self, state: AccumulationState, flush: Any) -> Flag | None:
-        said = on_host.closes(self.rules.schedule, self.rules.policy, state, flush)
-        return super().closes(state, flush) if said is None else said
+        on_host_closes = on_host.closes(self.rules.schedule, self.rules.policy, state, flush)
+        return super().closes(state, flush) if on_host_closes is None else on_host_closes
 
     def inner_state(self, state: AccumulationState) -> Tree:
         return state.inner_opt_state

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 def misspelt(names: Iterable[str], words: Sequence[str]) -> dict[str, str]:
     """Maps each name that looks like one of these words to it: `weigth`, `sample_weight`, `wt`."""
-    meant = {name: _containing(name, words) or closest(name, words, 0.6) for name in names}
+    meant = {name: _containing(name, words) or closest(name, words, 0.65) for name in names}
     return {name: word for name, word in sorted(meant.items()) if word}
 
 

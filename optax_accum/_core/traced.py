@@ -6,11 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import dtypes, tracing
+from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._core.equations import all_equations
 from optax_accum._core.types import Tree
+
+RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +57,11 @@ class Traced:
         """Whether the user wrote a part of the backward pass, which need not be linear (a clip)."""
         return any(equation.primitive.name.startswith("custom_vjp_call") for equation in self.equations)
 
+    @functools.cached_property
+    def runs_alone(self) -> bool:
+        """Whether it can be differentiated as it is: no derivative rule in it closes over a traced value."""
+        return not any(each.primitive.name.startswith(RULES) and _closes_over(each) for each in self.equations)
+
     def closing_over(self, before: Tree, after: Tree) -> "Traced":
         """The same function, which closes over other arrays in the places of some."""
         replaced = dict(zip(map(id, jax.tree.leaves(before)), jax.tree.leaves(after), strict=True))
@@ -79,3 +89,26 @@ def trace_or_run(fun: Callable[..., Any], *args: Any) -> Traced:
         result = fun(*args)
         traced = trace(lambda *_: result, *args)
     return dataclasses.replace(traced, run=fun)
+
+
+def _closes_over(rule: Any) -> bool:
+    def call(*operands: Any) -> Sequence[Any]:
+        return compilers.bind(rule, operands)
+
+    try:
+        program = with_backward_pass(jax.make_jaxpr(call)(*(atom.aval for atom in rule.invars)))
+    except Exception:  # a rule that raises, on purpose, or because an older JAX does
+        return True
+    return any(isinstance(const, Tracer) for const in program.consts)
+
+
+def with_backward_pass(program: Any) -> Any:
+    def run(*values: Any) -> Any:
+        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
+        return results, backward([zero(result) for result in results])
+
+    def zero(result: jax.Array) -> Any:
+        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
+        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
+
+    return jax.make_jaxpr(run)(*program.in_avals)

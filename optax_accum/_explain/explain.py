@@ -124,20 +124,20 @@ def explain(
     roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums)
     checks.check_flag("has_aux", has_aux, may_be_none=False)
     checks.check_no_module((*args, *kwargs.values()))
-    told = (num_microbatches, microbatch_size) != (None, None)
-    sizes = splitting.as_sizes(num_microbatches if told else 1, microbatch_size, 1)
+    is_cut = (num_microbatches, microbatch_size) != (None, None)
+    sizes = splitting.as_sizes(num_microbatches if is_cut else 1, microbatch_size, 1)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
     subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux, as_crossing(crossing))
-    return subject.ask(lambda found: _explained(subject, found, told))
+    return subject.ask(lambda found: _explained(subject, found, is_cut))
 
 
-def _explained(subject: Subject, found: TracedCall, told: bool) -> Explanation:
+def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
     levels, units = found.levels, found.units
     terms = terms_of(subject, found)
     weights, reasons = _weights(subject, terms)
     return Explanation(
         rows=units.number * units.block,
-        num_microbatches=units.parts if told else None,
+        num_microbatches=units.parts if is_cut else None,
         group=units.block,
         couplings=tuple(couplings_of(levels)),
         loops=loops_of(levels),

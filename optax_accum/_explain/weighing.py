@@ -171,8 +171,8 @@ class Weigher:
         """Returns what weighs parts of the batch of a call; None if they count by their rows."""
 
         def weight(*batch: Tree) -> jax.Array:
-            told = self.weight(call.with_values(call.batch, batch))
-            return jnp.asarray(count_known_rows(batch), dtypes.default_float()) if told is None else told
+            weight = self.weight(call.with_values(call.batch, batch))
+            return jnp.asarray(count_known_rows(batch), dtypes.default_float()) if weight is None else weight
 
         return None if self.weight(call) is None else weight
 
@@ -199,9 +199,9 @@ class Weigher:
         try:
             terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)
         except Exception as error:  # whatever the loss raises for twice as many rows
-            said = str(error).strip().splitlines() or [type(error).__name__]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             rows = counted(count_known_rows(batch), "row")
-            _warn([f"for twice its {rows} it is another program: {said[0]}"], _ROWS)
+            _warn([f"for twice its {rows} it is another program: {lines[0]}"], _ROWS)
             return None
         found = list((terms or {}).values())
         denominators = [one for term in found for one in term.denominators]

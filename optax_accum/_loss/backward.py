@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend import core
 
 from optax_accum._core import arithmetic, compilers, flags
 from optax_accum._core.types import Flag, Index, Tree, Weight
@@ -159,15 +157,3 @@ def add_last(
 
 def _where(counts: Flag, tree: Tree) -> Tree:
     return flags.selected(counts, tree, jax.tree.map(jnp.zeros_like, tree))
-
-
-def with_backward_pass(program: Any) -> Any:
-    def run(*values: Any) -> Any:
-        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
-        return results, backward([zero(result) for result in results])
-
-    def zero(result: jax.Array) -> Any:
-        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
-        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
-
-    return jax.make_jaxpr(run)(*program.in_avals)

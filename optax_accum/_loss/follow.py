@@ -68,9 +68,9 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     slices, filled = parted(scanned, lambda leaf: jnp.ndim(leaf) > 0)  # all iterations share a scalar
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        turn = filled(slices)
+        taken = filled(slices)
         shared = [value if dtype is None else value.astype(dtype) for value, dtype in zip(consts, narrow, strict=True)]
-        results = run(params["jaxpr"], [*shared, *carry, *(turn[key] for key in scanned)])
+        results = run(params["jaxpr"], [*shared, *carry, *(taken[key] for key in scanned)])
         return results[:num_carry], results[num_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}

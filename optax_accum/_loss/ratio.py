@@ -243,7 +243,7 @@ def dtype_of(loss: Any) -> Any:
 
 
 def reciprocal(count: jax.Array) -> jax.Array:
-    """0 for a count of 0; NaN, which shows, for a count that is too large to divide by."""
+    """1 / count: 0 for a count of 0; NaN, which shows, for a count that is too large to divide by."""
     is_empty = count == 0
     factor = jnp.where(is_empty, 0, arithmetic.reciprocal(count))
     nan = np.asarray(np.nan, factor.dtype)  # a constant: `jax.debug_nans` sees what an operation returns

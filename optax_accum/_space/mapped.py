@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._core import compilers, dtypes
 from optax_accum._core.equations import all_equations
 from optax_accum._core.leaves import parted
-from optax_accum._core.traced import Traced
+from optax_accum._core.traced import Traced, with_backward_pass
 from optax_accum._core.types import Axes, Tree
-from optax_accum._loss.backward import with_backward_pass
 from optax_accum._space import meshes
 
 
@@ -261,7 +260,7 @@ def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
 
 
 def beside_explicit(gather: Callable[[Any], Any], leaf: Any) -> Any:
-    """`gather(leaf)` over manual axes; its gradient JAX 0.12 cannot scatter beside Explicit axes, so map these, too."""
+    """`gather(leaf)` over manual axes, and over Explicit ones, beside which JAX 0.12 cannot scatter its gradient."""
     if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):
         spec = meshes.spec_of(leaf)
         gather = jax.shard_map(gather, in_specs=(spec,), out_specs=spec, axis_names=set(others))

@@ -79,9 +79,9 @@ def trace_call(
     def types(times: int) -> list[Any]:
         return [type_of(leaf, times if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
 
-    long = trace(of_arrays, types(devices))
+    single = trace(of_arrays, types(devices))
     try:
-        program = paired(long.program, jax.make_jaxpr(of_arrays)(types(2 * devices)), (rows, 2 * rows))
+        program = paired(single.program, jax.make_jaxpr(of_arrays)(types(2 * devices)), (rows, 2 * rows))
     except OtherProgramError as error:
         raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
     except (TypeError, ValueError) as error:
@@ -101,7 +101,7 @@ def trace_call(
     arrays = device.vary(arrays)
     call = call.with_values(names, filled(arrays))
     units = Units(units, parts, rows_here // units, devices, device.index)
-    return TracedCall(long, levels, units, device, call, arrays)
+    return TracedCall(single, levels, units, device, call, arrays)
 
 
 def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:

@@ -29,7 +29,7 @@ class StepWeighing(NamedTuple):
     """How micro-batches of a train step count.
 
     Attributes:
-      weight_fn: the user's; returns 1 if the optimizer takes a sum; or None.
+      weight_fn: the user's; if the optimizer takes a sum, a function that returns 1; or None.
       weigher: without a `weight_fn`, reads the weight off the loss; None where no window averages several calls: a
         micro-batch then counts by its rows.
     """
@@ -57,7 +57,7 @@ class StepWeighing(NamedTuple):
     def weighed(self, call: Call, tree: Tree, devices: Devices | None = None) -> tuple[Tree, Any]:
         """A loss, and gradients, as sums over rows divided by the weight of the call's batch; and that weight.
 
-        The weight is None if the batch counts by its rows. Why they are rescaled says `Weigher.factor`.
+        The weight is None if the batch counts by its rows. `Weigher.factor` says why they are rescaled.
         """
         axes = devices.axes if devices else ()
         weight = self._over_devices(axes, call) if self.weigher and axes else self._of(call)

@@ -287,3 +287,39 @@ def test_a_loss_is_traced_once_and_twice_more_to_be_read(options, traces):
     step(W, state, BATCH)
     jax.jit(optax_accum.value_and_grad(loss, 4))(W, BATCH)
     assert len(traced) == traces + 2
+
+
+def scaled_by_rule(w, batch):
+    """The rule of a derivative closes over a value of the loss."""
+    scale = batch["x"].mean()
+
+    @jax.custom_jvp
+    def same(w):
+        return w
+
+    same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * scale))
+    return jnp.mean(errors(same(w), batch))
+
+
+def scaled_backward(w, batch):
+    """The same in reverse."""
+    scale = batch["x"].mean()
+
+    @jax.custom_vjp
+    def same(w):
+        return w
+
+    same.defvjp(lambda w: (w, None), lambda _, g: (g * scale,))
+    return jnp.mean(errors(same(w), batch))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("scaled_by_rule", [scaled_by_rule, scaled_backward])
+def test_a_rule_may_close_over_a_value_of_the_loss(scaled_by_rule, every):
+    """Its program cannot be differentiated apart from the loss: the loss is called again."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
+    step = jax.jit(optax_accum.value_and_apply_gradients(scaled_by_rule, tx, weight_fn=lambda batch: 1.0))
+    params, state = W, tx.init(W)
+    for _ in range(every):
+        _, params, state = step(params, state, BATCH)
+    np.testing.assert_allclose(params, W - 0.1 * jax.grad(scaled_by_rule)(W, BATCH), rtol=1e-5)
