@@ -1,4 +1,4 @@
-"""The map of packages in CONTRIBUTING.md: their docstrings' first lines, and what they import.
+"""The map of packages in CONTRIBUTING.md, made of docstrings and imports.
 
 `python docs/package_map.py` writes it.
 """
@@ -10,59 +10,63 @@ import re
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE, PACKAGE = ROOT / "CONTRIBUTING.md", ROOT / "optax_accum"
 TABLE = re.compile(r"(?<=<!-- docs/package_map.py -->\n).*?(?=\n\n)", re.DOTALL)
+HEAD = "| package | contains | imports (and what these import) |\n|---|---|---|"
+PUBLIC = "public names"  # what a package imports as a user does
 
 
-def rooms(package: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    """The packages inside a package, and its public modules, each with its files; the first has the docstring."""
-    folders = {
-        path.parent.name: [
-            path,
-            *path.parent.glob("[!_]*.py"),
-            *path.parent.glob("_[!_]*.py"),
-        ]
-        for path in package.glob("*/__init__.py")
-    }
-    return folders | {path.stem: [path] for path in package.glob("[!_]*.py")}
-
-
-def imported(files: list[pathlib.Path], package: str) -> set[str]:
-    """The packages that some files import from."""
-    found = (
-        node.module or ""
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom)
-    )
+def sources(package: pathlib.Path) -> dict[str, list[ast.Module]]:
+    """The files of each package inside, its docstring's first."""
+    folders = {path.parent.name: path for path in package.glob("*/__init__.py")}
+    modules = {path.stem: path for path in package.glob("[!_]*.py")}
     return {
-        module.split(".")[1]
-        for module in found
-        if module.startswith(f"{package}.")
+        name: [
+            ast.parse(file.read_text())
+            for file in (
+                path,
+                *(path.parent.glob("*.py") if name in folders else ()),
+            )
+        ]
+        for name, path in (folders | modules).items()
     }
+
+
+def imported(files: list[ast.Module], package: str) -> set[str]:
+    """The packages that some files import from."""
+    found = set()
+    for node in (node for file in files for node in ast.walk(file)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= (
+                {node.module.split(".")[1]}
+                if node.module.startswith(f"{package}.")
+                else set()
+            )
+        elif isinstance(node, ast.Import):
+            found |= {
+                PUBLIC
+                for name in node.names
+                if name.name.split(".")[0] == package
+            }
+    return found
 
 
 def table(package: pathlib.Path) -> str:
-    """The map as a table; a package comes after those that it imports, and leaves out what these import."""
-    files = rooms(package)
+    """The map: a package stands below those that it imports from."""
+    files = sources(package)
     direct = {
-        name: imported(paths, package.name) & files.keys() - {name}
-        for name, paths in files.items()
+        name: imported(of, package.name) - {name} for name, of in files.items()
     }
 
     def reached(name: str) -> set[str]:
-        return direct[name].union(*map(reached, direct[name]))
+        inner = direct.get(name, set())
+        return inner.union(*map(reached, inner))
 
-    lines = [
-        "| package | contains | imports (and what these import) |",
-        "|---|---|---|",
-    ]
+    lines = [HEAD]
     for name in sorted(files, key=lambda name: (len(reached(name)), name)):
-        first = ast.get_docstring(
-            ast.parse(files[name][0].read_text())
-        ).splitlines()[0]
-        on = sorted(direct[name].difference(*map(reached, direct[name])))
-        lines.append(
-            f"| `{name}` | {first} | {', '.join(f'`{other}`' for other in on) or 'JAX'} |"
-        )
+        first = ast.get_docstring(files[name][0]).splitlines()[0]
+        nearest = direct[name].difference(*map(reached, direct[name]))
+        on = [f"`{other}`" for other in sorted(nearest - {PUBLIC})] or ["JAX"]
+        on += [PUBLIC] if PUBLIC in direct[name] else []
+        lines.append(f"| `{name}` | {first} | {', '.join(on)} |")
     return "\n".join(lines)
 
 

@@ -223,6 +223,7 @@ ALSO = {  # that ask something else by the same name
     "_core/convolutions": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL", "is_staged"},
     "_within/loops": {"vjp"},  # of a part of the loss
+    "_core/traced": {"vjp"},  # a look at a backward pass
     "_rows/levels": {"PARTIAL"},  # of rows
     "_rows/leveling": {"PARTIAL", "is_partial"},
     "_rows/reading": {"PARTIAL"},

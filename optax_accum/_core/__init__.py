@@ -1,1 +1,5 @@
-"""Trees, their dtypes, sums, the state, traced programs, JAX versions: every other room stands on it."""
+"""Trees, their dtypes, sums, the state, traced programs, JAX versions: every other room stands on it.
+
+`versions` says which JAX this is and what an older one lacks, `compilers` what compilers do differently, `traced` what
+is known of a traced function.
+"""

@@ -29,7 +29,7 @@ from optax_accum._within.traced_call import TracedCall, number_of_microbatches, 
 
 _SUM_OVER_ROWS = (
     "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
-    "is added in the end, and which the optimizer could add"
+    "is added in the end. Give the term to the optimizer"
 )
 
 
