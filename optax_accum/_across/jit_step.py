@@ -140,14 +140,14 @@ class JitStep:
         calls run.
         """
         call = self._calls.taken_apart(args, kwargs)
-        programs = self._of_new(call)
-        says = call.flush is None and self._calls.takes_flush
+        programs = self._new_programs(call)
+        may_flush = call.flush is None and self._calls.takes_flush
         if call.flush is not True:
             held = [Decision(closes=False) for _ in programs.counters]
-            programs.trace(call._replace(flush=False) if says else call, held)
+            programs.trace(call._replace(flush=False) if may_flush else call, held)
         if programs.single is None:
             closed = [Decision(closes=True) for _ in programs.counters]
-            programs.trace(call._replace(flush=True) if says and programs.by_caller else call, closed)
+            programs.trace(call._replace(flush=True) if may_flush and programs.by_caller else call, closed)
         return LoweredStep(self, call, programs)
 
     def _programs(self, call: CallParts) -> Iterator[StepPrograms]:
@@ -156,10 +156,10 @@ class JitStep:
         yield from kinds
         args, kwargs = call.arguments(call.parts)
         check_arrays("The arguments of a step of jit_step", (args, kwargs), "Close over all else: functools.partial.")
-        kinds.append(self._of_new(call))
+        kinds.append(self._new_programs(call))
         yield kinds[-1]
 
-    def _of_new(self, call: CallParts) -> StepPrograms:
+    def _new_programs(self, call: CallParts) -> StepPrograms:
         counters = counters_of(call.arguments(call.parts), call.parts)
         return StepPrograms(self._step, self._calls.is_part, self._say, counters)
 
@@ -184,7 +184,7 @@ class LoweredStep:
 
     def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms):
         self._step, self._call, self._programs = step, call, programs
-        self._lowered = {of: program.run.lower(call.parts) for of, program in programs.by_windows.items()}
+        self._lowered = {key: program.run.lower(call.parts) for key, program in programs.by_windows.items()}
         self.adds, self.updates = _two(self._lowered)
 
     @property
@@ -194,7 +194,7 @@ class LoweredStep:
 
     def compile(self) -> "CompiledStep":
         """Compiles both programs."""
-        compiled = {of: lowered.compile() for of, lowered in self._lowered.items()}
+        compiled = {key: lowered.compile() for key, lowered in self._lowered.items()}
         return CompiledStep(self._step, self._call, self._programs.running(compiled), *_two(compiled))
 
 
@@ -213,7 +213,7 @@ class CompiledStep(JitStep):
     def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms, adds: Any, updates: Any):
         super().__init__(step._step, step._calls.donated)
         self.one_program, self.adds, self.updates = step.one_program, adds, updates
-        self._kind, self._of_kind = call.kind, programs
+        self._kind, self._compiled = call.kind, programs
 
     def _programs(self, call: CallParts) -> Iterator[StepPrograms]:
         if call.kind != self._kind:
@@ -221,11 +221,11 @@ class CompiledStep(JitStep):
                 "A compiled step takes arguments of the trees, shapes and dtypes for which it was lowered: others were "
                 "given. Call what jit_step returned, or lower it for these."
             )
-        yield self._of_kind
+        yield self._compiled
 
 
 def _two(things: dict[Any, Any]) -> tuple[Any, Any]:
     """The program that only adds, None if there is only one program, and the one that updates."""
-    adds = [thing for of, thing in things.items() if of is not None and not any(of[0])]
-    updates = [thing for of, thing in things.items() if of is None or any(of[0])]
+    updates = [thing for windows, thing in things.items() if windows is None or any(windows[0])]
+    adds = [thing for thing in things.values() if thing not in updates]
     return (adds or [None])[0], (updates or [None])[0]

@@ -106,11 +106,12 @@ class StepPrograms:
 
     def running(self, compiled: dict[Any, Any]) -> "StepPrograms":
         """The same programs, compiled; there will be no others."""
-        of_all = {
-            of: program._replace(run=program.run._replace(run=compiled[of])) for of, program in self.by_windows.items()
+        known = {
+            windows: program._replace(run=program.run._replace(run=compiled[windows]))
+            for windows, program in self.by_windows.items()
         }
-        single = of_all.pop(None, None)
-        return _Compiled(self.step, self.is_part, self.say, self.counters, self.due, self.by_caller, of_all, single)
+        single = known.pop(None, None)
+        return _Compiled(self.step, self.is_part, self.say, self.counters, self.due, self.by_caller, known, single)
 
     def _traced(self, call: CallParts, decisions: Sequence[Decision] | None) -> StepProgram:
         leaves, tree = jax.tree.flatten(call.parts)
@@ -120,8 +121,8 @@ class StepPrograms:
             kwargs |= {} if call.flush is None else {"flush": call.flush}
             if decisions is None:
                 return self.step(*args, **kwargs)
-            of = iter(decisions)
-            args, kwargs = map_states(lambda state: Decided.of(state, next(of)), (args, kwargs))
+            made = iter(decisions)
+            args, kwargs = map_states(lambda state: Decided.of(state, next(made)), (args, kwargs))
             return _unmarked(self.step(*args, **kwargs), decisions)
 
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(leaves)
@@ -131,8 +132,8 @@ class StepPrograms:
         parts, of_parts = jax.tree.flatten(shapes, is_leaf=lambda node: id(node) not in around and self.is_part(node))
         ins, outs = (list(map(jax.tree.structure, trees)) for trees in (call.parts, parts))
         name = getattr(self.step, "__name__", "step") + suffix
-        passing_on = forwarding(traced, ins, outs, call.may_donate, name)
-        return StepProgram(passing_on, of_parts, tuple(counters_of(shapes, parts)), closes, call.flush)
+        compiled = forwarding(traced, ins, outs, call.may_donate, name)
+        return StepProgram(compiled, of_parts, tuple(counters_of(shapes, parts)), closes, call.flush)
 
 
 class _Compiled(StepPrograms):
