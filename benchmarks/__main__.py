@@ -34,6 +34,7 @@ FULL = {"accelerators": None, "notebooks": None, "features": ["--write"]}  # Non
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
 KINDS = {
+    "code_size": "counts",
     "fsdp": "compiled",
     "plan_search": "counts",
     "features": "counts",

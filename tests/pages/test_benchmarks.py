@@ -25,6 +25,7 @@ from benchmarks import (
     _results,
     _small_models,
     accelerators,
+    code_size,
     compile_time,
     on_device,
     packing,
@@ -377,3 +378,12 @@ def test_the_search_of_a_plan_is_held_to_brute_force():
     assert (verdicts(found), verdicts(bad)[:2]) == (["met"] * 4, ["MISSED"] * 2)
     assert "| linear " in plan_search._rendered([found])
     assert len(_small_models.MODELS) == 30
+
+
+def test_what_counts_as_code():
+    source = '"""A module."""\n\n\ndef f(call, x=1):  # a comment\n    """Returns x."""\n    return x\n'
+    counts = code_size.counted({"a.py": source, "b.py": ""})
+    assert (counts["files"], counts["lines"], counts["lines of code"], counts["tokens"]) == (2, 6, 2, 12)
+    assert (counts["docstrings"], counts['that begin with "Returns"']) == (2, 1)
+    assert counts["functions with an argument call (in files)"] == "1 (1)"
+    assert code_size.public_options()["value_and_grad"] >= code_size.public_options()["flax.nnx.value_and_grad"] > 0
