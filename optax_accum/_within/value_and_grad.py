@@ -154,6 +154,9 @@ def value_and_grad(
       * A `jax.custom_vjp` in `fun` that takes rows one by one runs in
         micro-batches; any other on all rows, so that a clip of a
         parameter's gradient clips the whole of it.
+      * A derivative rule inside `fun` that closes over a value which `fun`
+        computes: an error of JAX. Pass the value to the function as an
+        argument.
       * A parameter that is used twice: the parts of its gradient are added
         one by one; the sum is the same to rounding.
       * Differentiated again (`hessian`); JAX before 0.8.1; an

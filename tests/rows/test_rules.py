@@ -745,3 +745,27 @@ def test_levels_are_differentiated_again_where_it_is_asked_for():
     with pytest.raises(ValueError, match="not differentiated again through jit.*in_place=False"):
         again()
     np.testing.assert_allclose(again(in_place=False), jax.hessian(loss)(w, x), rtol=1e-4, atol=1e-6)
+
+
+def test_a_rule_that_closes_over_a_value_of_the_loss():
+    """The docstring of `value_and_grad` says so, and what to do."""
+    x = jnp.arange(12.0).reshape(6, 2)
+
+    def loss(w, x, passed):
+        scale = x.mean()
+
+        @jax.custom_jvp
+        def same(w, scale):
+            return w
+
+        @same.defjvp
+        def _(primals, tangents):
+            return primals[0], tangents[0] * (primals[1] if passed else scale)
+
+        return jnp.mean((x @ same(w, scale)) ** 2)
+
+    compute = lambda passed: jax.jit(optax_accum.value_and_grad(functools.partial(loss, passed=passed), 3))
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        compute(False)(jnp.ones(2), x)
+    whole = jax.value_and_grad(functools.partial(loss, passed=True))(jnp.ones(2), x)
+    np.testing.assert_allclose(compute(True)(jnp.ones(2), x)[1], whole[1], rtol=1e-5)
