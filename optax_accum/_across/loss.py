@@ -151,7 +151,7 @@ class Loss:
         why_not = MAY_BE_AGAIN if again else None
         if bends and weighing.weight is None and not self.in_place:
             why_not = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
-        if traced.has_rule and not traced.runs_alone:
+        if not traced.runs_alone:
             why_not = "a derivative rule in the loss closes over a traced value"
         selects = together and isinstance(weighing.weight, jax.Array)
         factor = weighing.weight if bends or selects else None

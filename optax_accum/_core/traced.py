@@ -97,8 +97,10 @@ def _closes_over(rule: Any) -> bool:
 
     try:
         program = with_backward_pass(jax.make_jaxpr(call)(*(atom.aval for atom in rule.invars)))
-    except Exception:  # a rule that raises, on purpose, or because an older JAX does
+    except jax.errors.UnexpectedTracerError:  # some versions of JAX raise
         return True
+    except Exception:  # the rule itself does, wherever it is differentiated
+        return False
     return any(isinstance(const, Tracer) for const in program.consts)
 
 
