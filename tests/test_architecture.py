@@ -84,6 +84,26 @@ def test_a_room_stands_on_others_no_longer_than_it_needs_them(room):
     assert ROOMS[room] <= set().union(*map(imports_of, modules(room).values()))
 
 
+def held(module):
+    """The files that a reader of a module holds: its own, and those that it imports, and so on."""
+    of_package = {f"optax_accum.{room}.{name}" for room in ROOMS for name in modules(room)}
+    files, todo = set(), [f"optax_accum.{module}"]
+    while todo:
+        if (name := todo.pop()) not in files:
+            files.add(name)
+            _, room, module = name.split(".")
+            froms = (node for node in nodes(modules(room)[module]) if isinstance(node, ast.ImportFrom))
+            todo += of_package & {
+                part for node in froms for part in (node.module, *(f"{node.module}.{a.name}" for a in node.names))
+            }
+    return files
+
+
+@pytest.mark.parametrize(("module", "most"), [("_across.transformation", 65), ("_within.value_and_grad", 75)])
+def test_a_reader_holds_few_files(module, most):
+    assert 30 < len(held(module)) <= most
+
+
 def order_of(sources, package):
     """The modules of a room, each after those that it imports; a `CycleError` names those that import each other."""
     return list(
