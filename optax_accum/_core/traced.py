@@ -63,7 +63,7 @@ class Traced:
         return not any(each.primitive.name.startswith(RULES) and _closes_over(each) for each in self.equations)
 
     def closing_over(self, before: Tree, after: Tree) -> "Traced":
-        """The same program, which closes over other arrays in the places of some; of no use to a function that was run."""
+        """The same program, closing over other arrays in the places of some: of a function that was traced, not run."""
         replaced = dict(zip(map(id, jax.tree.leaves(before)), jax.tree.leaves(after), strict=True))
         consts = [replaced.get(id(const), const) for const in self.program.consts]
         return _evaluated(self.program.replace(consts=consts), self.shapes)
