@@ -60,7 +60,8 @@ class Traced:
     @functools.cached_property
     def runs_alone(self) -> bool:
         """Whether it can be differentiated as it is: no derivative rule in it closes over a traced value."""
-        return not any(each.primitive.name.startswith(RULES) and _closes_over(each) for each in self.equations)
+        rules = [equation for equation in self.equations if equation.primitive.name.startswith(RULES)]
+        return not (rules and _close_over_values(rules))
 
     def closing_over(self, before: Tree, after: Tree) -> "Traced":
         """The same program, closing over other arrays in the places of some: of a function that was traced, not run."""
@@ -91,17 +92,38 @@ def trace_or_run(fun: Callable[..., Any], *args: Any) -> Traced:
     return dataclasses.replace(traced, run=fun)
 
 
-def _closes_over(rule: Any) -> bool:
+def _close_over_values(rules: Sequence[Any]) -> bool:
+    """Whether functions with derivative rules close over traced values: their derivatives alone then have constants."""
+    found = []
+
+    def differentiate(operands: Sequence[Sequence[Any]]) -> None:
+        for rule, values in zip(rules, operands, strict=True):
+            try:
+                _differentiate(rule, values)
+            except jax.errors.UnexpectedTracerError:  # some versions of JAX raise
+                found.append(rule)
+            except Exception:  # the rule itself does, wherever it is differentiated
+                continue
+
+    try:
+        program = jax.make_jaxpr(differentiate)([[atom.aval for atom in rule.invars] for rule in rules])
+    except Exception:  # operands that nobody can stand in for, as references
+        return True
+    return bool(found) or any(isinstance(const, Tracer) for const in program.consts)
+
+
+def _differentiate(rule: Any, operands: Sequence[Any]) -> None:
     def call(*operands: Any) -> Sequence[Any]:
         return compilers.bind(rule, operands)
 
-    try:
-        program = with_backward_pass(jax.make_jaxpr(call)(*(atom.aval for atom in rule.invars)))
-    except jax.errors.UnexpectedTracerError:  # some versions of JAX raise
-        return True
-    except Exception:  # the rule itself does, wherever it is differentiated
-        return False
-    return any(isinstance(const, Tracer) for const in program.consts)
+    def tangent(value: Any) -> Any:
+        return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
+
+    if rule.primitive.name.startswith("custom_jvp_call"):
+        jax.jvp(call, operands, list(map(tangent, operands)))
+    else:
+        results, backward = jax.vjp(call, *operands)
+        backward(jax.tree.map(tangent, results))
 
 
 def with_backward_pass(program: Any) -> Any:
