@@ -20,7 +20,10 @@ CODE = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING} | {
     getattr(tokenize, name) for name in ("FSTRING_START", "FSTRING_MIDDLE") if hasattr(tokenize, name)
 }
 WALKED = ("grads", "call", "make_step", "program")  # arguments that functions hand on
-FACES = ("", ".accelerators", ".batching", ".checkpoint", ".flax", ".flax.linen", ".flax.nnx", ".plan", ".sharding")
+FACES = (
+    *("", ".accelerators", ".batching", ".checkpoint", ".flax", ".flax.linen", ".flax.nnx"),
+    *(".plan", ".sharding", ".statistics", ".verify"),
+)
 
 NOTES = """\
 Tokens are names, numbers, operators and strings; docstrings and comments do not count. An argument is walked through

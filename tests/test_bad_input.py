@@ -218,7 +218,9 @@ def test_a_misspelt_weight_does_not_get_lost(name, meant):
     named = lambda grads, state, params=None, *, weights=None, **_: (jax.tree.map(lambda g: g * weights, grads), state)
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), named)
     tx = optax_accum.accumulate_gradients(inner, 1)
-    updates, _ = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weights=2.0, length=1.0, w=1.0, loss=1.0, value_fn=max)
+    updates, _ = tx.update(
+        jnp.ones(3), tx.init(jnp.ones(3)), weights=2.0, length=1.0, wait=1.0, w=1.0, loss=1.0, value_fn=max
+    )
     assert updates.tolist() == [2, 2, 2]
 
 

@@ -84,9 +84,10 @@ class Loss:
         together = device.runs_together(traced)
         inside = None if acc is None else self._inside(params, acc, traced, weighing, again, together)
         if inside:
-            arguments = list(call.arguments.values())
-            params, acc, refused = tracing.refuse_differentiation((params, acc, arguments), _AGAIN)
-            traced, call = traced.closing_over(arguments, refused), call.with_values(tuple(call.arguments), refused)
+            # By whichever argument it is differentiated: parameters and sums come out of one refusal for all.
+            values = params, acc, list(call.arguments.values())
+            params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
+            call = call.with_values(tuple(call.arguments), arguments)
         fun = convolutions.fast_in_loops(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns)
 
         def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:

@@ -176,8 +176,8 @@ class AccumulatingStep(Step):
     rules: WindowRules
 
     def closes(self, state: AccumulationState, flush: Any) -> Flag | None:
-        on_host_closes = on_host.closes(self.rules.schedule, self.rules.policy, state, flush)
-        return super().closes(state, flush) if on_host_closes is None else on_host_closes
+        decided = on_host.closes(self.rules.schedule, self.rules.policy, state, flush)
+        return super().closes(state, flush) if decided is None else decided
 
     def inner_state(self, state: AccumulationState) -> Tree:
         return state.inner_opt_state

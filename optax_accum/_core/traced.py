@@ -63,19 +63,9 @@ class Traced:
         rules = [equation for equation in self.equations if equation.primitive.name.startswith(RULES)]
         return not (rules and _close_over_values(rules))
 
-    def closing_over(self, before: Tree, after: Tree) -> "Traced":
-        """The same program, closing over other arrays in the places of some: of a function that was traced, not run."""
-        replaced = dict(zip(map(id, jax.tree.leaves(before)), jax.tree.leaves(after), strict=True))
-        consts = [replaced.get(id(const), const) for const in self.program.consts]
-        return _evaluated(self.program.replace(consts=consts), self.shapes)
-
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return _evaluated(program, shapes)
-
-
-def _evaluated(program: Any, shapes: Tree) -> Traced:
     run, treedef = core.jaxpr_as_fun(program), jax.tree.structure(shapes)
     return Traced(program, shapes, lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args))))
 
