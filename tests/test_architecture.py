@@ -239,6 +239,7 @@ ALSO = {  # that ask something else by the same name
     "_space/several": {"is_staged", "communicates"},  # whether it can add over devices; that it does
     "_explain/weighing": {"is_ratio"},
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
+    "_within/traced_call": {"is_staged"},
     "_rows/resized": {"is_partial"},
     "_core/convolutions": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL", "is_staged"},

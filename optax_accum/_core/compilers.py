@@ -158,6 +158,10 @@ def is_reference(leaf: Any) -> bool:
     return hasattr(jax, "Ref") and type(jax.typeof(leaf)).__name__ == "AbstractRef"
 
 
+def makes_reference(equation: Any) -> bool:
+    return any(type(var.aval).__name__ == "AbstractRef" for var in equation.outvars)
+
+
 ADDS_TO_SLICES = versions.JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
 ADDS_IN_CHECKPOINTS = versions.JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
 ADDS_IN_BRANCHES = versions.JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it

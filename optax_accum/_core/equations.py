@@ -58,5 +58,10 @@ def may_be_clamped(equation: Any) -> bool:
     return not all(map(known, starts, limits))
 
 
+def has_loop(equation: Any) -> bool:
+    """Whether an equation is a loop, or one inside it is."""
+    return any(each.primitive.name in ("scan", "while") for each in every_equation(equation))
+
+
 def is_checkpoint(equation: Any) -> bool:
     return equation.primitive.name in ("checkpoint", "remat2")

@@ -15,6 +15,7 @@ NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers
 from optax_accum._rows.forms import NONE, TAKES, Reason, Sum, Term
 from optax_accum._rows.levels import Levels
-from optax_accum._rows.operations import RULES
+from optax_accum._rows.operations import rule_of
 from optax_accum._rows.places import Place
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.reading import Reading
@@ -66,7 +66,7 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
 
     `others` names each input's argument; None if it holds the batch.
     """
-    reading = Reading(levels, RULES)
+    reading = Reading(levels, rule_of)
     form = reading.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
     found = [_denominator(reading, others, term) for term in form.sums]
@@ -90,7 +90,7 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
     """The reasons why one output may not add up over micro-batches, whatever divides its sums."""
-    form = Reading(levels, RULES).form(levels.program.outputs[output])
+    form = Reading(levels, rule_of).form(levels.program.outputs[output])
     beside = [term.sources[0].place for term in form.sums if len(form.sums) < len(form.terms)]
     often = [Reason("a term that takes no rows, and counts in each micro-batch, beside a sum", at) for at in beside]
     return _one_a_line([*form.reasons, *often])

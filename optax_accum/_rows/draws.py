@@ -5,6 +5,7 @@ numbers that its rows have in the whole batch, and the whole batch's are never t
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,11 +23,18 @@ def is_drawn_by_rows(view: View) -> bool:
         return False
     key = view.single.invars[0].aval
     small = math.prod(view.params["shape"]) < 2**32 and view.params["bit_width"] in _DTYPES
-    return _is_threefry(key) and small and key.shape == () and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+    return is_threefry(key) and small and key.shape == () and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
 
 
-def _is_threefry(key: Any) -> bool:
+def is_threefry(key: Any) -> bool:
+    """Whether each of several keys draws as it does alone: others draw for all keys at once."""
     return "fry" in str(key.dtype)
+
+
+def at(equation: Any, values: Sequence[Any], axis: int, places: jax.Array) -> jax.Array:
+    """The random bits of an equation at these places along an axis."""
+    params = equation.params
+    return bits(values[0], params["shape"], axis, places, params["bit_width"])
 
 
 def bits(key: jax.Array, shape: tuple[int, ...], axis: int, rows: jax.Array, bit_width: int) -> jax.Array:

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import inner_programs, is_cast_down
-from optax_accum._rows import draws, locality, primitives
+from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
+from optax_accum._rows import locality
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, Stage
-from optax_accum._rows.program import Constant, Equation, Number, Program, Value, paired
+from optax_accum._rows.pairing import paired
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.registry import known
 
-CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 MOST_ORIGINS = 2
+_ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
 
 
 def levels_of(program: Program, is_model: Sequence[bool], crossing: Crossing = Crossing.SAVE) -> Levels:
@@ -38,6 +40,8 @@ def _with_passes(stages: Sequence[Stage]) -> list[Stage]:
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
     """Whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
+    if equation.differs or any(map(compilers.makes_reference, every_equation(equation.single))):
+        return False
     is_scan = equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]
     return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
 
@@ -64,6 +68,7 @@ class _Division:
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
         self.moving = set(self.model)
+        self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
         for equation in self.equations:
             for value in equation.ins:
@@ -77,6 +82,8 @@ class _Division:
             self._read(equation)
 
     def _read(self, equation: Equation) -> None:
+        if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
+            self.rowless.update(equation.outs)
         kind = self.kinds[equation] = self._kind(equation)
         at = max((self.level.get(value, 0) for value in equation.ins), default=0)
         if not self.model.isdisjoint(equation.ins):
@@ -91,23 +98,31 @@ class _Division:
             self.made.update(dict.fromkeys(equation.outs, equation))
 
     def _kind(self, equation: Equation) -> Kind:
-        view = equation.view
+        """A table: what an equation takes and makes, and what a rule proves."""
+        view = equation.view._replace(moves=[value in self.moving for value in equation.ins])
         if equation.name in locality.NESTED:  # a result that nobody uses may be anything
             pairs = zip(view.outs, equation.outs, strict=True)
             view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
-        if locality.is_local(view):
-            return Kind.LOCAL
-        if locality.is_partial(view) and not (self._shares_ties(equation) or self._adds_to_made(equation)):
-            return Kind.PARTIAL
         if view.has_rows:
-            return Kind.WHOLE
-        makes_rows = locality.is_alike(view) or draws.is_drawn_by_rows(view)
-        return Kind.LOCAL if makes_rows or self._is_narrow(equation) else Kind.FREE
+            if locality.is_local(view) and not equation.differs:
+                return Kind.LOCAL
+            return Kind.PARTIAL if self._is_partial(equation) else Kind.WHOLE
+        if view.makes_rows:
+            is_made_again = locality.is_alike(view) or locality.is_positional(view)
+            return Kind.LOCAL if is_made_again and not equation.differs else Kind.MADE
+        return Kind.LOCAL if self._is_narrow(equation) else Kind.FREE
+
+    def _is_partial(self, equation: Equation) -> bool:
+        if equation.differs or not locality.is_partial(equation.view):
+            return False
+        return not (self._shares_ties(equation) or self._adds_to_made(equation))
 
     def _is_narrow(self, equation: Equation) -> bool:
         """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
         if self.model.isdisjoint(equation.ins) or not equation.outs or locality.has_backward(equation):
             return False
+        if not self.rowless.issuperset(equation.outs):
+            return False  # narrow, but of rows: a mean, say, is there once, when its loop is over
         begins = is_cast_down(equation.single)
         goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
         return begins or goes_on
@@ -142,7 +157,7 @@ class _Division:
         """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
 
         def is_now(e: Any) -> bool:
-            return self.at[e] == level and (self.kinds[e] in (Kind.WHOLE, Kind.FREE) or self._is_of_batch(e))
+            return self.at[e] == level and (self.kinds[e] in _ONCE or self._is_of_batch(e))
 
         once = {equation for equation in self.equations if is_now(equation)}
         needed = self._closure([value for equation in once for value in equation.ins], there)
@@ -158,7 +173,7 @@ class _Division:
         later = [equation for equation in self.equations if self.at[equation] > now]
         parts = [e for e in later if self.kinds[e] is Kind.PARTIAL and self.at[e] == now + 1]
         in_loops = [e for e in later if e not in parts and self.kinds[e] in (Kind.LOCAL, Kind.PARTIAL)]
-        whole = [e for e in later if self.kinds[e] in (Kind.WHOLE, Kind.FREE)]
+        whole = [e for e in later if self.kinds[e] in _ONCE]
         crossing = [origin for equation in in_loops for value in equation.ins for origin in self._origins(value)]
         taken = [] if self.recomputes else crossing
         outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
@@ -210,7 +225,7 @@ class _Division:
 def is_cheap(equation: Any) -> bool:
     """Whether it costs less to run an equation of a traced program again than to keep its results."""
     inner = [each for program in inner_programs(equation) for each in program.eqns]
-    return all(map(is_cheap, inner)) if inner else equation.primitive.name in CHEAP
+    return all(map(is_cheap, inner)) if inner else known(equation.primitive.name).is_cheap
 
 
 def size_of(value: Value) -> int:

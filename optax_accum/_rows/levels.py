@@ -23,7 +23,8 @@ class Kind(enum.Enum):
     LOCAL = "for the rows of a micro-batch, in a loop"
     PARTIAL = "in parts in the loop, which are joined after it"
     WHOLE = "once, on all rows"
-    FREE = "once; it takes no rows"
+    MADE = "once; it takes no rows and makes some, which are cut as a batch is"
+    FREE = "once; it takes no rows and makes none"
 
 
 @dataclasses.dataclass(frozen=True)

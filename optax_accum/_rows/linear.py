@@ -4,7 +4,7 @@ Rows of a micro-batch meet cotangents of another size than in the whole batch, s
 """
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.extend import core
 from optax_accum._core import compilers
 from optax_accum._core.equations import all_equations
 from optax_accum._rows import locality
+from optax_accum._rows.registry import known
 
 
 class Sort(enum.IntEnum):
@@ -26,7 +27,6 @@ class Sort(enum.IntEnum):
 
 
 Sorts = list[Sort]
-_Rule = Callable[[Sorts], Sort]
 
 
 def nonlinear_rules(eqn: Any) -> Iterator[Any]:
@@ -46,7 +46,10 @@ def _programs(eqn: Any) -> list[Any]:
 
 
 def _is_linear(eqn: Any) -> bool:
-    backward = locality.traced_derivative(eqn, locality.backward)
+    try:
+        backward = locality.traced_derivative(eqn, locality.backward)
+    except Exception:  # a rule may refuse to be asked: then nothing is known of it
+        return False
     count = len(backward.jaxpr.invars) - len(eqn.invars)
     sorts = [Sort.FIXED] * len(eqn.invars) + [Sort.LINEAR] * count
     return all(sort in (Sort.ZERO, Sort.LINEAR) for sort in _sorts(backward, sorts))
@@ -68,16 +71,12 @@ def _sorts(program: Any, sorts: Sorts) -> Sorts:
 
 def _of_equation(eqn: Any, ins: Sorts) -> Sorts:
     name, params = eqn.primitive.name, eqn.params
-    if name in _RULES:
-        outs = [_RULES[name](ins)] * len(eqn.outvars)
-    elif all(sort in (Sort.ZERO, Sort.FIXED) for sort in ins):
-        return [Sort.FIXED] * len(eqn.outvars)
-    elif name == "scan":
+    if name == "scan":
         outs = _of_scan(eqn, ins)
     elif name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
         outs = _sorts(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
-        outs = [Sort.OTHER] * len(eqn.outvars)
+        outs = [_of_operation(name, ins)] * len(eqn.outvars)
 
     def exact(var: Any) -> Any:
         return not jnp.issubdtype(var.aval.dtype, jnp.inexact)
@@ -104,38 +103,15 @@ def _together(ins: Sorts) -> Sort:
     return sorts.pop() if len(sorts) == 1 else Sort.OTHER
 
 
-def _first(ins: Sorts) -> Sort:
-    """An operation that is linear in the first operand, if the others do not depend on the cotangents."""
-    return ins[0] if all(sort in (Sort.ZERO, Sort.FIXED) for sort in ins[1:]) else Sort.OTHER
-
-
-def _product(ins: Sorts) -> Sort:
-    if Sort.ZERO in ins:
+def _of_operation(name: str, ins: Sorts) -> Sort:
+    """The result of an operation that is linear in some of its operands, if the others are fixed."""
+    zero = {place for place, sort in enumerate(ins) if sort is Sort.ZERO}
+    fixed = {place for place, sort in enumerate(ins) if sort is Sort.FIXED}
+    groups = known(name).linear_groups(len(ins))
+    if any(group <= zero for group in groups):
         return Sort.ZERO
-    return max(ins) if Sort.OTHER in ins or Sort.LINEAR not in ins else _of_one(ins)
-
-
-def _of_one(ins: Sorts) -> Sort:
-    return Sort.LINEAR if ins.count(Sort.LINEAR) == 1 else Sort.OTHER
-
-
-def _chosen(ins: Sorts) -> Sort:
-    return _together(ins[1:]) if ins[0] in (Sort.ZERO, Sort.FIXED) else Sort.OTHER
-
-
-def _scattered(ins: Sorts) -> Sort:
-    return _together([ins[0], ins[-1]]) if ins[1] in (Sort.ZERO, Sort.FIXED) else Sort.OTHER
-
-
-_FIRST = """
-    broadcast_in_dim convert_element_type copy copy_p cumsum div dynamic_slice gather imag neg real reduce_precision
-    reduce_sum reduce_window_sum reshape rev slice split squeeze transpose
-"""
-_RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_FIRST.split(), _first),
-    **dict.fromkeys(("add", "add_any", "sub", "concatenate", "pad"), _together),
-    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), _product),
-    **dict.fromkeys(("scatter-add", "scatter_add"), _scattered),
-    "dynamic_update_slice": lambda ins: _together(ins[:2]) if set(ins[2:]) <= {Sort.ZERO, Sort.FIXED} else Sort.OTHER,
-    "select_n": _chosen,
-}
+    if len(zero) + len(fixed) == len(ins):
+        return Sort.FIXED
+    moving = {place for place, sort in enumerate(ins) if sort is Sort.LINEAR}
+    is_linear = any(moving <= group <= moving | zero for group in groups)
+    return Sort.LINEAR if is_linear and Sort.OTHER not in ins else Sort.OTHER

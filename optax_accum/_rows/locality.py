@@ -11,7 +11,7 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import all_equations, inner_programs
-from optax_accum._rows import primitives
+from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "cond_jaxpr", "body_jaxpr")
@@ -21,34 +21,29 @@ def is_local(view: View) -> bool:
     """Whether an equation treats rows one by one, so that it may be evaluated for some of them."""
     if COUPLED in view.ins or COUPLED in view.outs or not view.has_rows or None in view.outs:
         return False
-    rule = NESTED.get(view.name) or primitives.LOCAL.get(view.name)
-    return rule is not None and primitives.same_numbers(view) and rule(view)
+    return view.has_same_numbers and known(view.name).local(view)
 
 
 def is_partial(view: View) -> bool:
     """Whether an equation reduces over rows, and parts can be reduced separately, then joined."""
-    if COUPLED in view.ins or not view.has_rows or any(axis is not None for axis in view.outs):
+    if COUPLED in view.ins or not view.has_rows or view.makes_rows:
         return False
-    rule = primitives.PARTIAL.get(view.name)
-    return rule is not None and primitives.same_numbers(view) and rule(view)
+    return view.has_same_numbers and known(view.name).partial.rule(view)
 
 
 def is_alike(view: View) -> bool:
     """Whether an equation without rows makes rows that are all alike."""
-    rule = primitives.ALIKE.get(view.name)
-    return rule is not None and view.outs[0] not in (None, COUPLED) and rule(view)
-
-
-def _is_call_local(view: View) -> bool:
-    """Whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its derivative."""
-    if view.name == "cond" and view.ins[0] is not None:
+    if view.has_rows or not view.outs or not {None, COUPLED}.isdisjoint(view.outs):
         return False
-    programs = programs_inside(view.single, view.double)
-    return (
-        bool(programs)
-        and all(are_local(*pair, view.rows, view.asks_rules) for pair in programs)
-        and _rule_is_local(view)
-    )
+    return view.has_same_numbers and known(view.name).alike(view)
+
+
+def is_positional(view: View) -> bool:
+    """Whether an equation without rows makes rows, each by its place."""
+    positional = known(view.name).positional
+    if positional is None or view.has_rows or not {None, COUPLED}.isdisjoint(view.outs):
+        return False
+    return view.has_same_numbers and positional.rule(view)
 
 
 def programs_inside(single: Any, double: Any) -> list[tuple[Any, Any]]:
@@ -57,57 +52,111 @@ def programs_inside(single: Any, double: Any) -> list[tuple[Any, Any]]:
     return pairs + list(zip(single.params.get("branches", ()), double.params.get("branches", ()), strict=True))
 
 
-def _is_body_local(view: View) -> bool:
-    return are_local(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
-
-
-def _is_map_over_rows(view: View) -> bool:
-    """Whether a loop goes over rows, without a carry from one to the next."""
-    consts, carried = compilers.sizes_of_scan(view.single)
-    body, of_double = (compilers.opened(eqn.params["jaxpr"])[0] for eqn in (view.single, view.double))
-    alike = [var.aval for var in body.invars] == [var.aval for var in of_double.invars]
-    over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
-    return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
+def _is_call_local(view: View) -> bool:
+    """Whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its derivative."""
+    if view.name == "cond" and view.ins[0] is not None:
+        return False
+    programs = programs_inside(view.single, view.double)
+    return bool(programs) and all(_is_inside_local(view, *pair) for pair in programs) and _rule_is_local(view)
 
 
 def _is_scan_local(view: View) -> bool:
     """Whether a loop over layers or tokens treats rows one by one, or a loop over rows has no carry."""
-    same = view.params["length"] == view.double.params["length"]
-    return _is_body_local(view) if same else _is_map_over_rows(view)
+    if view.params["length"] != view.double.params["length"]:
+        return _is_map_over_rows(view)
+    return _is_inside_local(view, view.params["jaxpr"], view.double.params["jaxpr"])
 
 
-_CALLS = (
-    *("jit", "pjit", "closed_call", "checkpoint", "remat2", "cond", "while"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-)
-NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}
+def _is_map_over_rows(view: View) -> bool:
+    """Whether a loop goes over rows, without a carry from one to the next.
+
+    Its body sees one row, so nothing in it may grow with the number of rows.
+    """
+    consts, carried = compilers.sizes_of_scan(view.single)
+    alike = _are_free(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
+    over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
+    return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
 
 
-def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
+CALLS = "jit pjit closed_call checkpoint remat2 cond while custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"
+NESTED = frozenset(f"scan {CALLS}".split())
+register("scan", local=_is_scan_local)
+register(CALLS, local=_is_call_local)
+
+
+def _is_inside_local(view: View, single: Any, double: Any) -> bool:
+    moves = _moving_inside(view, compilers.opened(single)[0])
+    return are_local(single, double, view.rows, view.asks_rules, moves)
+
+
+def _moving_inside(view: View, program: Any) -> Sequence[bool] | None:
+    """Which operands of a program inside an equation a derivative may move; None if that is not known."""
+    if view.moves is None or not any(view.moves):
+        return view.moves and [False] * len(program.invars)
+    if view.name == "scan":  # what one iteration moves, the next carries
+        consts, carried = compilers.sizes_of_scan(view.single)
+        return [*view.moves[:consts], *([True] * carried), *view.moves[consts + carried :]]
+    if view.name in ("cond", "while"):
+        return None
+    return view.moves if len(view.moves) == len(program.invars) else None
+
+
+def are_local(
+    single: Any, double: Any, rows: Rows, asks_rules: bool = True, moves: Sequence[bool] | None = None
+) -> bool:
     """Whether every equation of a program treats rows one by one, or takes none.
 
     `asks_rules`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside
-    rules are not asked.
+    rules are not asked. `moves`: which operands a derivative may move; None: all.
     """
     (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, double_consts, strict=True)):
         return False
+    variables = of_single.invars
+    moving = None if moves is None else {var for var, moves_ in zip(variables, moves, strict=True) if moves_}
     try:
-        return all(_is_free_or_local(a, b, rows, asks_rules) for a, b in in_step(of_single, of_double))
+        for a, b in in_step(of_single, of_double):
+            view = view_of(a, b, rows, asks_rules)
+            if moving is not None:
+                view = view._replace(moves=[isinstance(atom, core.Var) and atom in moving for atom in a.invars])
+                if any(view.moves or ()) and a.primitive.name != "stop_gradient":
+                    moving.update(a.outvars)
+            if not _is_free_or_local(view):
+                return False
     except OtherProgramError:
         return False
+    return True
 
 
-def _is_free_or_local(single: Any, double: Any, rows: Rows, asks_rules: bool) -> bool:
-    if not _same_literals(single, double):
+def _is_free_or_local(view: View) -> bool:
+    if not _same_literals(view.single, view.double):
         return False
-    view = view_of(single, double, rows, asks_rules)
-    if not view.has_rows and all(axis is None for axis in view.outs):
-        # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
-        return primitives.same_numbers(view) and not (asks_rules and view.name.startswith("custom_vjp_call"))
+    if not view.has_rows and not view.makes_rows:
+        return _is_free(view)
     if view.name in NESTED:  # a result without rows, such as a counter, depends on none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
-    return is_local(view) or (not view.has_rows and is_alike(view))
+    return is_local(view) or is_alike(view)
+
+
+def _is_free(view: View) -> bool:
+    """Whether an equation has nothing to do with rows: it is the same in both traces, to the last program inside it."""
+    if view.has_rows or view.makes_rows or not _same_literals(view.single, view.double):
+        return False
+    # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
+    if view.asks_rules and view.name.startswith("custom_vjp_call"):
+        return False
+    pairs = programs_inside(view.single, view.double)
+    return view.has_same_sizes and all(_are_free(*pair, view.rows, view.asks_rules) for pair in pairs)
+
+
+def _are_free(single: Any, double: Any, rows: Rows, asks_rules: bool) -> bool:
+    (of_single, _), (of_double, _) = compilers.opened(single), compilers.opened(double)
+    variables = [[var.aval for var in (*each.constvars, *each.invars)] for each in (of_single, of_double)]
+    try:
+        pairs = list(in_step(of_single, of_double))
+    except OtherProgramError:
+        return False
+    return variables[0] == variables[1] and all(_is_free(view_of(a, b, rows, asks_rules)) for a, b in pairs)
 
 
 def _same_literals(single: Any, double: Any) -> bool:
@@ -118,7 +167,7 @@ def _same_literals(single: Any, double: Any) -> bool:
 def _same_atom(a: Any, b: Any) -> bool:
     if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
         return isinstance(a, core.Literal) == isinstance(b, core.Literal)
-    return np.array_equal(a.val, b.val, equal_nan=_moves(a))  # only inexact numbers can be NaN
+    return np.array_equal(a.val, b.val, equal_nan=_inexact([a])[0])  # only inexact numbers can be NaN
 
 
 def unknown(view: View) -> Iterator[str]:
@@ -130,8 +179,7 @@ def unknown(view: View) -> Iterator[str]:
                 yield from unknown(view_of(a, b, view.rows))
         except OtherProgramError:
             return
-    tables = (NESTED, primitives.LOCAL, primitives.PARTIAL, primitives.ALIKE)
-    if view.has_rows and not any(view.name in table for table in tables):
+    if view.has_rows and not is_known(view.name):
         yield view.name
 
 
@@ -142,10 +190,13 @@ def _rule_is_local(view: View) -> bool:
     """Whether the user's derivative of a function treats rows one by one; True if there is none."""
     if not view.asks_rules:
         return True
-    if view.name == "custom_jvp_call":
-        return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks_rules=False)
-    if view.name.startswith("custom_vjp_call"):
-        return _adds_up(*derivative_of(view.single, view.double, backward), view.rows)
+    try:
+        if view.name == "custom_jvp_call":
+            return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks_rules=False)
+        if view.name.startswith("custom_vjp_call"):
+            return adds_up(*derivative_of(view.single, view.double, backward, view.moves), view.rows)
+    except Exception:  # a rule may refuse to be asked: then nothing is known of it
+        return False
     return True
 
 
@@ -155,48 +206,55 @@ def has_backward(equation: Any) -> bool:
     return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.single, *inner))
 
 
-def derivative_of(single: Any, double: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
+def derivative_of(
+    single: Any, double: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None
+) -> tuple[Any, Any]:
     """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
-    return traced_derivative(single, derivative), traced_derivative(double, derivative)
+    return traced_derivative(single, derivative, moves), traced_derivative(double, derivative, moves)
 
 
-def traced_derivative(eqn: Any, derivative: Callable[..., Any]) -> Any:
+def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None) -> Any:
+    """The trace of a derivative by the operands that may move; by default, all that are inexact."""
+    inexact = _inexact(eqn.invars)
+    moves = inexact if moves is None else [a and b for a, b in zip(moves, inexact, strict=True)]
     values = [_shape(var) for var in eqn.invars]
-    moving = [_shape(var) for var in (eqn.invars if derivative is forward else eqn.outvars) if _moves(var)]
-    return jax.make_jaxpr(functools.partial(derivative, eqn))(values, moving)
+    given = eqn.invars if derivative is forward else eqn.outvars
+    moved = moves if derivative is forward else _inexact(eqn.outvars)
+    changes = [_shape(var) for var, moves_ in zip(given, moved, strict=True) if moves_]
+    return jax.make_jaxpr(functools.partial(derivative, eqn, moves))(values, changes)
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=compilers.explicit_sharding(var.aval))
 
 
-def _moves(var: Any) -> bool:
-    """Whether a variable may have a derivative."""
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+def _inexact(variables: Sequence[Any]) -> list[bool]:
+    """Which variables may have a derivative."""
+    return [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in variables]
 
 
-def forward(eqn: Any, values: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def forward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The results of an equation and their tangents; an integer's tangent is zero."""
-    fun, moving = _of_moving(eqn, values)
+    fun, moving = _of_moving(eqn, moves, values)
     outs, moved = jax.jvp(fun, moving, list(tangents))
     return outs, moved
 
 
-def backward(eqn: Any, values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """The cotangents of an equation's operands that may have a derivative."""
-    fun, moving = _of_moving(eqn, values)
+def backward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    """The cotangents of an equation's operands that may move."""
+    fun, moving = _of_moving(eqn, moves, values)
     outs, back = jax.vjp(fun, *moving)
     given = iter(cotangents)
 
     def none(leaf: Any) -> Any:
         return np.zeros(leaf.shape, jax.dtypes.float0)
 
-    return back([next(given) if _moves(var) else none(leaf) for var, leaf in zip(eqn.outvars, outs, strict=True)])
+    pairs = zip(_inexact(eqn.outvars), outs, strict=True)
+    return back([next(given) if is_inexact else none(leaf) for is_inexact, leaf in pairs])
 
 
-def _of_moving(eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """An equation as a function of the operands that may have a derivative, and these operands."""
-    moves = list(map(_moves, eqn.invars))
+def _of_moving(eqn: Any, moves: Sequence[bool], values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """An equation as a function of the operands that may move, and these operands."""
 
     def fun(*moving: Any) -> list[Any]:
         rest = iter(moving)
@@ -205,20 +263,7 @@ def _of_moving(eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]
     return fun, [value for value, m in zip(values, moves, strict=True) if m]
 
 
-_LINEAR = {
-    "add",
-    "add_any",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "neg",
-    "reshape",
-    "squeeze",
-    "sub",
-    "transpose",
-}
-
-
-def _adds_up(single: Any, double: Any, rows: Rows) -> bool:
+def adds_up(single: Any, double: Any, rows: Rows) -> bool:
     """Whether a derivative, computed for some rows at a time, adds up to the derivative of all rows.
 
     An output with rows must be computed row by row; any other must be a sum over rows.
@@ -226,37 +271,37 @@ def _adds_up(single: Any, double: Any, rows: Rows) -> bool:
     of_single, of_double = single.jaxpr, double.jaxpr
     sums: set[Any] = set()  # variables that are sums over rows
     zeros: set[Any] = set()
+
+    def is_zero(atom: Any) -> bool:
+        return not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
+
     for a, b in in_step(of_single, of_double):
-        view = view_of(a, b, rows)
-        variables = [atom for atom in a.invars if not isinstance(atom, core.Literal)]
-        of_sums = [var in sums for var in variables]
-        if a.primitive.name in ("jit", "pjit") and not any(of_sums):
+        view = view_of(a, b, rows, asks_rules=False)
+        of_sums = {place for place, atom in enumerate(a.invars) if isinstance(atom, core.Var) and atom in sums}
+        row = known(a.primitive.name)
+        if a.primitive.name in ("jit", "pjit") and not of_sums:
             if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks_rules=False):
                 return False
-        elif any(of_sums):
-            makes_rows = any(axis is not None for axis in view.outs)
-            at = next(i for i, atom in enumerate(a.invars) if isinstance(atom, core.Var) and atom in sums)
-            scales = sum(of_sums) == 1 and (a.primitive.name == "mul" or (a.primitive.name == "div" and at == 0))
-            linear = a.primitive.name in _LINEAR and all(of_sums)
-            if view.has_rows or makes_rows or not (linear or scales):
+        elif of_sums:
+            groups = row.linear_groups(len(a.invars))
+            is_linear = any(
+                of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
+            )
+            # Rounded to integers, a sum is no sum.
+            if view.has_rows or view.makes_rows or not is_linear or not all(_inexact(a.outvars)):
                 return False
-            if not all(map(_moves, a.outvars)):
-                return False  # rounded to integers
             sums.update(a.outvars)
-        elif is_partial(view) and a.primitive.name in ("reduce_sum", "dot_general", "scatter-add"):
+        elif is_partial(view) and row.partial.joins == "sum":
             sums.update(a.outvars)
-        elif not _is_free_or_local(a, b, rows, asks_rules=False):
+        elif not _is_free_or_local(view):
             return False
-        elif a.primitive.name == "broadcast_in_dim" and isinstance(a.invars[0], core.Literal) and not a.invars[0].val:
+        elif (0,) in row.linear and len(a.invars) == 1 and is_zero(a.invars[0]):
             zeros.update(a.outvars)
-    outputs = list(zip(of_single.outvars, of_double.outvars, strict=True))
-    return all(_may_leave(a, b, sums | zeros, rows) for a, b in outputs)
 
+    def may_leave(single: Any, double: Any) -> bool:
+        if single.aval.dtype == jax.dtypes.float0 or is_zero(single):
+            return True
+        has_rows = axis_of(single.aval, double.aval, rows) not in (None, COUPLED)
+        return not isinstance(single, core.Literal) and (has_rows or single in sums)
 
-def _may_leave(single: Any, double: Any, sums: set[Any], rows: Rows) -> bool:
-    if single.aval.dtype == jax.dtypes.float0:
-        return True
-    axis = axis_of(single.aval, double.aval, rows)
-    if isinstance(single, core.Literal):
-        return not np.any(single.val)
-    return axis not in (None, COUPLED) or single in sums
+    return all(map(may_leave, of_single.outvars, of_double.outvars))

@@ -1,4 +1,4 @@
-"""The forms of operations on sums over rows: a table.
+"""The forms of operations on sums over rows: a table of those that do more than the registry says.
 
 A rule takes an operation and the forms of its operands, and returns the form of the result; None if separate rows stay
 separate and nothing else is known, as for an operation without a rule.
@@ -11,21 +11,22 @@ import jax.numpy as jnp
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.reading import Reading
+from optax_accum._rows.registry import REST, Group, known
 
 SMALL = 1e-3  # the largest number that may be added to a denominator to keep it from zero
 
 Rule = Callable[[Reading, Equation, Sequence[Form]], Form | None]
 
 
-def _linear(*operands: int) -> Rule:
-    """The rule of an operation that is linear in these operands together; in all of them if none is named."""
+def _linear(group: Group) -> Rule:
+    """The rule of an operation that is linear in these operands together."""
 
     def rule(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-        places = operands or range(len(forms))
+        places = set(group(len(forms)) if callable(group) else group)
         others = [form for place, form in enumerate(forms) if place not in places]
         if not all(form.is_plain for form in others):
             return None
-        return added([*(forms[place] for place in places if place < len(forms))]).because(
+        return added([forms[place] for place in sorted(places) if place < len(forms)]).because(
             *(reason for form in others for reason in form.reasons)
         )
 
@@ -116,7 +117,7 @@ def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form
     """A choice by row; or by a test whether a denominator is zero, if the other case is a number."""
     test = reading.tests.get(equation.ins[0])
     if test is None:
-        return _linear(*range(1, len(forms)))(reading, equation, forms)
+        return _linear(REST[0])(reading, equation, forms)
     left = [place for place, value in enumerate(equation.ins) if place and not reading.is_fixed(value)]
     if len(left) != 1 or left[0] != 1 + test.case:
         return None
@@ -138,21 +139,19 @@ def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[F
     return forms[place]
 
 
-_FIRST = """
-    neg reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice gather rev copy copy_p stop_gradient
-    real imag reduce_sum cumsum device_put name split reduce_window_sum
-"""
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_FIRST.split(), _linear(0)),
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
     **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), _product),
-    **dict.fromkeys(("pad", "dynamic_update_slice"), _linear(0, 1)),
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter"), _linear(0, 2)),
     **dict.fromkeys(("eq", "ne", "gt", "ge", "lt", "le"), _compared),
-    "concatenate": _linear(),
     "convert_element_type": _cast,
     "div": _quotient,
     "integer_pow": _integer_power,
     "max": _largest,
     "select_n": _chosen,
 }
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule of an operation: its own, or that of one that is linear in some operands."""
+    linear = known(name).linear
+    return RULES.get(name) or (_linear(linear[0]) if linear else None)

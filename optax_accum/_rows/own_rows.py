@@ -1,4 +1,4 @@
-"""Gathers in which each row reads itself, `logits[jnp.arange(n), labels]`: the same without the numbers of rows."""
+"""Gathers and scatters in which each row takes itself, `logits[jnp.arange(n), labels]`: without the rows' numbers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,41 +13,63 @@ Made = Mapping[Any, Any]  # from a value to the equation that makes it
 
 
 class OwnRows(NamedTuple):
-    """The same gather as a function of its operand and of the indices along other axes."""
+    """The same operation as a function of these values: the indices of rows are not among them."""
 
     fun: Callable[..., Any]
     ins: Sequence[Any]
 
 
-def of_own_rows(gather: Any, before: Sequence[Any]) -> OwnRows | None:
-    """A gather without the indices of rows; None unless each row reads itself. `before`: the equations before it."""
-    operand, indices = gather.ins
-    if operand.axis in (None, COUPLED) or indices.axis in (None, COUPLED):
+def of_own_rows(equation: Any, before: Sequence[Any]) -> OwnRows | None:
+    """A gather or a scatter as a batched one; None unless each row takes itself. `before`: the equations before it."""
+    if equation.name not in ("gather", *_SCATTERS) or None in (value.axis for value in equation.ins):
+        return None
+    operand, indices, *updates = equation.ins
+    if COUPLED in (operand.axis, indices.axis):
         return None
     made = {value: equation for equation in before for value in equation.outs}
-    params, columns = gather.single.params, _columns(indices, made)
-    numbers = params["dimension_numbers"]
-    if numbers.operand_batching_dims or len(columns) != len(numbers.start_index_map):
+    numbers, columns = equation.single.params["dimension_numbers"], _columns(indices, made)
+    named, gone = (getattr(numbers, field) for field in _FIELDS[bool(updates)][:2])
+    if numbers.operand_batching_dims or len(columns) != len(named):
         return None
-    if operand.axis not in numbers.start_index_map or operand.axis not in numbers.collapsed_slice_dims:
+    if operand.axis not in named or operand.axis not in gone:
         return None
-    place = numbers.start_index_map.index(operand.axis)
-    others = [column for column in columns if column is not columns[place]]
-    if not others or not _numbers_rows(columns[place], operand.aval.shape[operand.axis], gather.rows, made):
+    rows = columns[named.index(operand.axis)]
+    others = [column for column in columns if column is not rows]
+    if not others or not _numbers_rows(rows, operand.aval.shape[operand.axis], equation.rows, made):
         return None
-    along = numbers._replace(
-        collapsed_slice_dims=tuple(dim for dim in numbers.collapsed_slice_dims if dim != operand.axis),
-        start_index_map=tuple(dim for dim in numbers.start_index_map if dim != operand.axis),
-        operand_batching_dims=(operand.axis,),
-        start_indices_batching_dims=(indices.axis,),
-    )
-    options = {key: params[key] for key in ("slice_sizes", "mode", "fill_value", "unique_indices")}
-    return OwnRows(functools.partial(_gather, along, options), [operand, *others])
+    along = _batched(numbers, operand.axis, indices.axis, _FIELDS[bool(updates)])
+    return OwnRows(functools.partial(_run, equation, along), [operand, *updates, *others])
 
 
-def _gather(numbers: Any, options: Mapping[str, Any], operand: jax.Array, *columns: jax.Array) -> jax.Array:
-    indices = jnp.concatenate(columns, axis=-1)
-    return jax.lax.gather(operand, indices, numbers, **options)
+_FIELDS = (  # of a gather's, and of a scatter's dimension numbers
+    ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims"),
+    ("scatter_dims_to_operand_dims", "inserted_window_dims", "scatter_indices_batching_dims"),
+)
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-max": jax.lax.scatter_max,
+    "scatter-min": jax.lax.scatter_min,
+}
+
+
+def _batched(numbers: Any, axis: int, indices_axis: int, fields: Sequence[str]) -> Any:
+    """Dimension numbers with an axis as a batch in place of an index."""
+    named, gone, batching = fields
+    rest = {field: tuple(dim for dim in getattr(numbers, field) if dim != axis) for field in (named, gone)}
+    return numbers._replace(operand_batching_dims=(axis,), **{batching: (indices_axis,)}, **rest)
+
+
+def _run(equation: Any, numbers: Any, operand: jax.Array, *others: jax.Array) -> jax.Array:
+    params = equation.single.params
+    options = {key: params[key] for key in ("mode", "unique_indices")}
+    if equation.name == "gather":
+        indices = jnp.concatenate(others, axis=-1)
+        options |= {key: params[key] for key in ("slice_sizes", "fill_value")}
+        return jax.lax.gather(operand, indices, numbers, **options)
+    updates, *columns = others
+    return _SCATTERS[equation.name](operand, jnp.concatenate(columns, axis=-1), updates, numbers, **options)
 
 
 def _columns(indices: Any, made: Made) -> list[Any]:
@@ -63,10 +85,14 @@ def _columns(indices: Any, made: Made) -> list[Any]:
     return columns if all(column.aval.shape[-1] == 1 for column in columns) else []
 
 
+def _holds(dtype: Any, number: int) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and number <= jnp.iinfo(dtype).max
+
+
 def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
     """Whether a value numbers the rows: row i is i, and it has as many rows as the axis that it indexes."""
     equation = made.get(value)
-    if equation is None or value.axis in (None, COUPLED):
+    if equation is None or value.axis in (None, COUPLED) or not _holds(value.aval.dtype, length - 1):
         return False
     name, params = equation.name, equation.single.params
     goes_on = functools.partial(_numbers_rows, length=length, rows=rows, made=made)

@@ -4,6 +4,7 @@ import functools
 import pathlib
 import sys
 import sysconfig
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -32,12 +33,27 @@ def place_of(eqn: Any) -> Place:
 
 def own_place(eqn: Any) -> Place | None:
     """The innermost line of the user's code that an equation comes from; None if it is not known."""
-    frames = _frames(eqn)
+    return _own(_frames(eqn))
+
+
+def _own(frames: Sequence[Place]) -> Place | None:
+    """The first of these frames, the innermost first, that is in the user's code."""
     for is_foreign in (_is_installed, _is_of_library):  # the user's own code may be installed, too
         for frame in frames:
             if not is_foreign(frame.file):
                 return frame
     return None
+
+
+def place_of_error(error: BaseException) -> Place:
+    """The innermost line of the user's code that an exception comes from."""
+    frames: list[Place] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append(Place(code.co_filename, traceback.tb_lineno, code.co_name))
+        traceback = traceback.tb_next
+    return _own(frames[::-1]) or UNKNOWN
 
 
 def calls_library(eqn: Any) -> bool:

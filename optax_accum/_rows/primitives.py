@@ -1,42 +1,20 @@
-"""What each primitive of JAX does with rows: a table.
+"""JAX's own primitives: the row of each in the registry, and the rules that it takes.
 
-A primitive without an entry is taken to couple rows, which is always right: it runs once, on all of them.
+`negative` treats rows one by one wherever they lie; `reduce_sum` does along other axes, and over rows it adds parts;
+`sort` along rows has no rule, and so takes all of them at once.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import dtypes
+from optax_accum._rows import draws
+from optax_accum._rows.registry import FIRST, PRODUCT, REST, TOGETHER, Positional, Reduction, Rule, register
 from optax_accum._rows.traces import Axis, View
-
-Rule = Callable[[View], bool]
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_SHAPES = _names(  # parameters that may differ with the number of rows: shapes, and programs, which are looked into
-    """
-    branches bwd body_jaxpr call_jaxpr cond_jaxpr ctx_mesh debug_info ft_in ft_out fun_jaxpr fwd_jaxpr_thunk
-    in_avals jaxpr jvp_jaxpr_fun jvp_jaxpr_thunk length limit_indices name new_sizes out_avals out_sharding
-    out_trees shape sharding sizes slice_sizes update_consts update_jaxpr _split_transpose
-    """
-)
-
-
-def same_numbers(view: View) -> bool:
-    """Whether the traces for n rows and for 2 n differ only in shapes."""
-    double = view.double.params
-    return all(key in _SHAPES or equal(value, double.get(key)) for key, value in view.params.items())
-
-
-def equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b) or bool(a != a and b != b)  # a gather may fill with NaN
-    except Exception:  # arrays among the parameters
-        return False
-
 
 # Rules for equations that may treat rows one by one
 
@@ -191,10 +169,6 @@ def _leading(trailing: int) -> Rule:
     return rule
 
 
-def _solve(view: View) -> bool:
-    return _leading(2)(view)
-
-
 def _fft(view: View) -> bool:
     return _leading(len(view.params["fft_lengths"]))(view)
 
@@ -203,55 +177,18 @@ def _bitcast(view: View) -> bool:
     return _kept(view) and view.ins[0] == view.outs[0]
 
 
+def _sorted(view: View) -> bool:
+    return None not in view.ins and _on_one_axis(view) and view.ins[0] != view.params["dimension"]
+
+
 def _wrapped(view: View) -> bool:
     axis = view.ins[0]
     return axis == view.outs[0] and axis is not None and axis < min(len(view.shape_in(0)), len(view.shape_out()))
 
 
-ELEMENTWISE = _names(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name
-    ne neg nextafter not one_minus_square or polygamma population_count pow random_fold_in random_gamma_grad real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-    """
-)
-_REDUCED = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
-
-LOCAL: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, _on_one_axis),
-    **dict.fromkeys(_REDUCED, _not_reduced),
-    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _not_along("axis")),
-    **dict.fromkeys(("cholesky", "triangular_solve", "householder_product"), _solve),
-    **dict.fromkeys(("eigh", "lu", "qr", "svd", "geqrf"), _solve),
-    **dict.fromkeys(("random_wrap", "random_unwrap", "random_bits", "random_split"), _wrapped),
-    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window),
-    **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _window),
-    **dict.fromkeys(("slice", "dynamic_slice"), _slice),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "scatter-sub"), _scatter),
-    "bitcast_convert_type": _bitcast,
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
-    "dynamic_update_slice": _dynamic_update,
-    "fft": _fft,
-    "gather": _gather,
-    **dict.fromkeys(("optimization_barrier", "reshard", "sharding_constraint"), _each_alike),
-    "pad": _pad,
-    "reshape": _reshape,
-    "rev": lambda view: view.ins[0] not in view.params["dimensions"],
-    "sort": lambda view: None not in view.ins and _on_one_axis(view) and view.ins[0] != view.params["dimension"],
-    "split": _split,
-    "stack": _stack,
-    "squeeze": lambda view: view.ins[0] not in view.params["dimensions"],
-    "tile": _tile,
-    "top_k": lambda view: view.ins[0] != view.params.get("axis", len(view.shape_in(0)) - 1),
-    "transpose": lambda view: view.params["permutation"][view.outs[0]] == view.ins[0],
-    "unstack": _unstack,
-}
+def _drawn(rule: Rule) -> Rule:
+    """The rule of an operation on keys: other generators than threefry draw for all keys at once."""
+    return lambda view: draws.is_threefry(view.single.invars[0].aval) and rule(view)
 
 
 # Rules for equations that reduce rows in parts
@@ -278,16 +215,115 @@ def _scattered(view: View) -> bool:
     return operand is None and at is not None and at < len(places) and places[at] == updates
 
 
-PARTIAL: dict[str, Rule] = {
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
-    **dict.fromkeys(("reduce_and", "reduce_or"), _flags),
-    "scatter-add": _scattered,
-    "dot_general": _contracted,
-}
+def _product(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
+    (left, right), params = values, equation.params
+    dtype = wide(equation.outvars[0].aval.dtype)
+    return jax.lax.dot_general(
+        left, right, params["dimension_numbers"], params["precision"], preferred_element_type=dtype
+    )
+
+
+def _added(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
+    operand, at, updates = values
+    zeros = jnp.zeros(operand.shape, wide(operand.dtype))
+    options = {key: equation.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
+    return jax.lax.scatter_add(zeros, at, updates.astype(zeros.dtype), **options)  # filled rows are not in order
+
+
+def _as_it_is(equation: Any, values: Sequence[Any], wide: Any, over: Callable[..., jax.Array]) -> jax.Array:
+    return over(values[0], axis=equation.params["axes"])
+
+
+_SUM = Reduction(_reduced)
+_MAX = Reduction(_reduced, "max", jnp.max, dtypes.lowest, _as_it_is)
+_MIN = Reduction(_reduced, "min", jnp.min, dtypes.highest, _as_it_is)
+_AND = Reduction(_flags, "min", jnp.all, dtypes.highest, _as_it_is)
+_OR = Reduction(_flags, "max", jnp.any, dtypes.lowest, _as_it_is)
 
 # Rules for equations that make rows from nothing
 
-ALIKE: dict[str, Rule] = {
-    "broadcast_in_dim": lambda view: view.outs[0] not in view.params["broadcast_dimensions"],
-    "iota": lambda view: view.outs[0] != view.params["dimension"],
-}
+
+def _repeated(view: View) -> bool:
+    """Whether a broadcast repeats one entry along rows."""
+    dims = list(view.params["broadcast_dimensions"])
+    return view.outs[0] not in dims or view.shape_in(0)[dims.index(view.outs[0])] == 1
+
+
+def _tiled(view: View) -> bool:
+    same_rank = len(view.shape_in(0)) == len(view.shape_out())
+    return same_rank and view.outs[0] is not None and view.shape_in(0)[view.outs[0]] == 1
+
+
+# The table
+
+register(
+    """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh digamma eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le lgamma log log1p
+    log2 logistic lt max min ne nextafter not one_minus_square or polygamma population_count pow random_gamma_grad
+    regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square tan tanh threefry2x32 xor zeta
+    """,
+    local=_on_one_axis,
+    is_cheap=True,
+)
+register(
+    "convert_element_type copy device_put imag name neg real reduce_precision stop_gradient",
+    local=_on_one_axis,
+    linear=FIRST,
+    is_cheap=True,
+)
+register("add add_any complex sub", local=_on_one_axis, linear=TOGETHER, is_cheap=True)
+register("mul", local=_on_one_axis, linear=PRODUCT, is_cheap=True)
+register("div", local=_on_one_axis, linear=FIRST, is_cheap=True)
+register("select_n", local=_on_one_axis, linear=REST, is_cheap=True)
+
+register("reduce_sum", local=_not_reduced, partial=_SUM, linear=FIRST)
+register("reduce_max", local=_not_reduced, partial=_MAX)
+register("reduce_min", local=_not_reduced, partial=_MIN)
+register("reduce_and", local=_not_reduced, partial=_AND)
+register("reduce_or", local=_not_reduced, partial=_OR)
+register("argmax argmin reduce_prod reduce_xor", local=_not_reduced)
+register("cumsum", local=_not_along("axis"), linear=FIRST)
+register("cumlogsumexp cummax cummin cumprod", local=_not_along("axis"))
+register("reduce_window_sum", local=_window, linear=FIRST)
+register("reduce_window reduce_window_max reduce_window_min", local=_window)
+register("select_and_gather_add select_and_scatter_add", local=_window, linear=FIRST)
+
+register("dot_general", local=_dot, partial=Reduction(_contracted, part=_product), linear=PRODUCT)
+register("conv_general_dilated", local=_convolution, linear=PRODUCT)
+register("triangular_solve", local=_leading(2), linear=((1,),))
+register("cholesky eigh geqrf householder_product lu qr svd", local=_leading(2))
+register("fft", local=_fft, linear=FIRST)
+
+register("broadcast_in_dim", local=_broadcast, alike=_repeated, linear=FIRST, is_cheap=True)
+register("reshape", local=_reshape, linear=FIRST, is_cheap=True)
+register("squeeze", local=_not_reduced, linear=FIRST, is_cheap=True)
+register("tile", local=_tile, alike=_tiled, linear=FIRST)
+register("iota", alike=lambda view: view.outs[0] != view.params["dimension"])
+register("transpose", local=lambda view: view.params["permutation"][view.outs[0]] == view.ins[0], linear=FIRST)
+register("rev", local=_not_reduced, linear=FIRST)
+register("slice dynamic_slice", local=_slice, linear=FIRST)
+register("split", local=_split, linear=FIRST)
+register("unstack", local=_unstack, linear=FIRST)
+register("concatenate", local=_concatenate, linear=TOGETHER)
+register("stack", local=_stack, linear=TOGETHER)
+register("pad", local=_pad, linear=TOGETHER)
+register("dynamic_update_slice", local=_dynamic_update, linear=((0, 1),))
+register("optimization_barrier", local=_each_alike)
+register("reshard sharding_constraint", local=_each_alike, linear=FIRST)
+register("pcast pvary", local=_on_one_axis, linear=FIRST)
+register("psum psum_invariant", linear=TOGETHER)
+register("bitcast_convert_type", local=_bitcast)
+
+register("gather", local=_gather, linear=FIRST)
+register("scatter-add", local=_scatter, partial=Reduction(_scattered, part=_added), linear=((0, 2),))
+register("scatter", local=_scatter, linear=((0, 2),))
+register("scatter-max scatter-min scatter-mul scatter-sub", local=_scatter)
+register("sort", local=_sorted)
+register("top_k", local=lambda view: view.ins[0] != view.params.get("axis", len(view.shape_in(0)) - 1))
+
+register("random_wrap random_unwrap", local=_wrapped)
+register("random_fold_in", local=_drawn(_on_one_axis))
+register("random_split", local=_drawn(_wrapped))
+register("random_bits", local=_drawn(_wrapped), positional=Positional(draws.is_drawn_by_rows, draws.at))

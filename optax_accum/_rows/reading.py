@@ -4,7 +4,7 @@ That the parts of micro-batches add up is shown operation by operation; an opera
 of a sum is a reason why no weight is found.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,15 @@ from optax_accum._rows.forms import (
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
-from optax_accum._rows.primitives import equal
 from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.traces import equal
 
 
 class Reading:
     """One reading of a program: the form of each of its values."""
 
-    def __init__(self, levels: Levels, rules: Mapping[str, Any]):
-        self.levels, self.model, self.rows, self.rules = levels, levels.model, levels.program.rows, rules
+    def __init__(self, levels: Levels, rule_of: Callable[[str], Any]):
+        self.levels, self.model, self.rows, self.rule_of = levels, levels.model, levels.program.rows, rule_of
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
         self.same: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
@@ -120,19 +120,21 @@ class Reading:
         return self.same.get(value, value)
 
     def _of(self, equation: Equation, kind: Kind) -> Form:
+        if equation.differs:
+            return self._failed(equation, f"{equation.name} is another program for another number of rows")
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
             together = inside_layers(equation, self.levels).coupling
             reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
             return _because(list(map(self.form, equation.ins)), *reasons)
         if kind is Kind.WHOLE:
             return self._failed(equation, f"{equation.name} of all rows at once")
-        with_rows = kind is not Kind.FREE
+        with_rows = kind not in (Kind.FREE, Kind.MADE)
         forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
         if kind is Kind.PARTIAL:
             return self._reduced(equation, forms)
-        if kind is Kind.FREE and any(v.axis is not None for v in equation.outs) and not _draws(equation):
+        if kind is Kind.MADE and not _draws(equation):
             return self._failed(equation, "depends on the place of a row in its batch")
-        rule = self.rules.get(equation.name)
+        rule = self.rule_of(equation.name)
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
 

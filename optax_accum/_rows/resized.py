@@ -3,6 +3,7 @@
 Shapes have fewer rows, numbers stay the whole batch's: `1 / n`, say.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import locality
 from optax_accum._rows.traces import Rows, axis_of, in_step, view_of
 
@@ -30,6 +32,11 @@ class Some(NamedTuple):
     rows: Rows
     size: int
     real: Any = None
+
+    @property
+    def all_rows(self) -> "Some":
+        """For an equation that has nothing to do with rows: it runs as it is."""
+        return Some(self.rows, self.rows[0])
 
     def without_filling(self, value: Any, axis: int | None) -> Any:
         """Sets rows that are not in the batch to zero."""
@@ -60,7 +67,10 @@ def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..
     for a, b in in_step(program, of_double):
         operands = list(map(read, a.invars))
         operands = taken(a, b, operands) if taken else operands
-        env.update(zip(a.outvars, evaluate(a, b, some, operands), strict=True))
+        view = view_of(a, b, some.rows)
+        has_none = not view.has_rows and not view.makes_rows
+        results = evaluate(a, a, some.all_rows, operands) if has_none else evaluate(a, b, some, operands)
+        env.update(zip(a.outvars, results, strict=True))
     return compilers.varying_together(list(map(read, program.outvars)), like=values)
 
 
@@ -92,8 +102,11 @@ def _scan(single: Any, double: Any, some: Some, values: Values) -> Values:
     consts, carried = compilers.sizes_of_scan(single)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
+    is_over_rows = params["length"] != double.params["length"]  # its body sees one row, and runs as it is
+    of_double, inside = (params, some.all_rows) if is_over_rows else (double.params, some)
+
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = run(params["jaxpr"], double.params["jaxpr"], some, [*fixed, *carry, *x])
+        out = run(params["jaxpr"], of_double["jaxpr"], inside, [*fixed, *carry, *x])
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("reverse", "unroll")}
@@ -151,21 +164,40 @@ def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some:
     return called
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["real", "values"], meta_fields=["moves"])
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What a backward pass needs: its operands, and which of them a derivative moves."""
+
+    real: Any
+    values: Values
+    moves: tuple[bool, ...]
+
+
 def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
     """A function with the user's backward pass, which is traced, too, and recomputes its residuals."""
     called = jax.custom_vjp(lambda real, *values: fun(values))
-    traces = locality.derivative_of(single, double, locality.backward)
-    inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in single.invars]
-    of_inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in single.outvars]
 
-    def backward(kept: tuple[Any, Values], cotangents: Values) -> tuple[Any, ...]:
-        real, values = kept
-        given = [ct for ct, moves in zip(cotangents, of_inexact, strict=True) if moves]
-        grads = iter(_added_up(*traces, some._replace(real=real), [*values, *given]))
-        return (None, *(next(grads) if moves else None for moves in inexact))
+    def forward(real: Any, *primals: Any) -> tuple[Values, _Kept]:
+        values = [primal.value for primal in primals]
+        moves = tuple(primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact) for primal in primals)
+        return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, moves)
 
-    called.defvjp(lambda real, *values: (fun(values), (real, values)), backward)
+    def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
+        traces = locality.derivative_of(single, double, locality.backward, kept.moves)
+        if some.size != some.rows[0] and not locality.adds_up(*traces, some.rows):
+            raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
+        inexact = (ct for ct, var in zip(cotangents, single.outvars, strict=True) if is_inexact(var.aval))
+        given = [jnp.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in inexact]
+        grads = iter(_added_up(*traces, some._replace(real=kept.real), [*kept.values, *given]))
+        return (None, *(next(grads) if moves else None for moves in kept.moves))
+
+    called.defvjp(forward, backward, symbolic_zeros=True)
     return functools.partial(called, some.real)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _added_up(single: Any, double: Any, some: Some, values: Values) -> list[Any]:

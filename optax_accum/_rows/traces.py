@@ -14,6 +14,17 @@ Rows = tuple[int, int]  # the numbers of rows of the two traces: n and 2 n
 COUPLED = -1  # in place of an axis: rows along several axes, or along one in an unknown order
 
 
+# Parameters that may differ with the number of rows: sizes, and programs, which are looked into.
+_SIZES = frozenset(["length", "limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"])
+_PROGRAMS = frozenset(
+    [
+        *("branches", "bwd", "body_jaxpr", "call_jaxpr", "cond_jaxpr", "ctx_mesh", "debug_info", "ft_in", "ft_out"),
+        *("fun_jaxpr", "fwd_jaxpr_thunk", "in_avals", "jaxpr", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "name", "out_avals"),
+        *("out_sharding", "out_trees", "sharding", "update_consts", "update_jaxpr", "_split_transpose"),
+    ]
+)
+
+
 class OtherProgramError(ValueError):
     """The function is another program for 2 n rows."""
 
@@ -30,6 +41,7 @@ class View(NamedTuple):
     outs: Sequence[Axis]
     rows: Rows
     asks_rules: bool = True  # whether the user's derivative rules inside it are asked, too
+    moves: Sequence[bool] | None = None  # which operands a derivative may move; None: all that are inexact
 
     @property
     def name(self) -> str:
@@ -48,6 +60,30 @@ class View(NamedTuple):
     @property
     def has_rows(self) -> bool:
         return any(axis is not None for axis in self.ins)
+
+    @property
+    def makes_rows(self) -> bool:
+        return any(axis is not None for axis in self.outs)
+
+    @property
+    def has_same_numbers(self) -> bool:
+        """Whether the two equations differ only in sizes."""
+        double = self.double.params
+        return all(key in _SIZES | _PROGRAMS or equal(value, double.get(key)) for key, value in self.params.items())
+
+    @property
+    def has_same_sizes(self) -> bool:
+        """Whether not even sizes differ, outside of the programs that an equation holds."""
+        double = self.double.params
+        sizes = ((value, double.get(key)) for key, value in self.params.items() if key in _SIZES)
+        return self.has_same_numbers and all(equal(*pair) for pair in sizes)
+
+
+def equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b) or bool(a != a and b != b)  # a gather may fill with NaN
+    except Exception:  # arrays among the parameters
+        return False
 
 
 def axis_of(single: Any, double: Any, rows: Rows) -> Axis:

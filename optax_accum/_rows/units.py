@@ -76,6 +76,10 @@ class Units:
         """The indices of one micro-batch's units; units from `number` on count for nothing."""
         return index + self.parts * jnp.arange(self.size)
 
+    def chosen(self, leaf: jax.Array, axis: int, units: jax.Array) -> jax.Array:
+        """The rows of these units, of the rows of all devices."""
+        return jnp.take(leaf, self.places(units, leaf.shape[axis]), axis=axis, mode="clip")
+
     def counts(self, units: jax.Array, length: int) -> jax.Array:
         """Whether each row of these units, `length` along an axis, is in the batch: a bool [length]."""
         return jnp.repeat(units < self.number, length // len(units), total_repeat_length=length)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, tracing
-from optax_accum._rows import draws, locality, resized
+from optax_accum._rows import locality, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.registry import known
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
 from optax_accum._space import meshes
@@ -95,17 +96,18 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     units, device = store.units, store.device
     every = jnp.arange(units.number)
     if kind is Kind.LOCAL:
-        return _of_rows(equation, units, values, every)
+        return of_rows(equation, units, values, every)
     if kind is Kind.PARTIAL:
         part = partial.part_of(equation, units, values, every)
-        return [finished(equation, device.joined(partial.REDUCTIONS[equation.name].name, part), store)]
+        return [finished(equation, device.joined(partial.reduction_of(equation).joins, part), store)]
     has_rule = locality.has_backward(equation)
     if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
     # Programs inside it are traced again: by their types, values differ between devices now.
-    results = resized.evaluate(equation.single, equation.double, resized.Some(equation.rows, equation.rows[0]), values)
+    as_it_is = equation.single, equation.single, resized.Some(equation.rows, equation.rows[0])
+    results = resized.evaluate(*as_it_is, values)
     results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
     return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
@@ -160,9 +162,9 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.parts), xs))
     rows, parts = results[: len(loop.rows)], results[len(loop.rows) :]
-    reductions = [partial.REDUCTIONS[equation.name] for equation in loop.parts]
+    reductions = map(partial.reduction_of, loop.parts)
     pairs = zip(reductions, parts, strict=True)
-    return rows, [store.device.joined(each.name, each.over(found, axis=0)) for each, found in pairs]
+    return rows, [store.device.joined(each.joins, each.over(found, axis=0)) for each, found in pairs]
 
 
 def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
@@ -188,17 +190,18 @@ def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax
         return env[value]
 
     for equation in loop.equations:
-        env.update(zip(equation.outs, _of_rows(equation, units, list(map(read, equation.ins)), numbers), strict=True))
+        env.update(zip(equation.outs, of_rows(equation, units, list(map(read, equation.ins)), numbers), strict=True))
     parts = [partial.part_of(equation, units, list(map(read, equation.ins)), numbers) for equation in loop.parts]
     return list(map(read, loop.rows)), parts
 
 
-def _of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
+def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
     """Evaluates an equation for the rows of one micro-batch."""
-    if equation.name == "random_bits" and equation.ins[0].axis is None and equation.outs[0].axis is not None:
-        axis, shape = axis_of(equation.outs[0]), equation.single.params["shape"]
-        places = units.places(numbers, shape[axis])
-        return [draws.bits(values[0], shape, axis, places, equation.single.params["bit_width"])]
+    positional = known(equation.name).positional
+    if positional is not None and locality.is_positional(equation.view):
+        (made,) = equation.outs
+        places = units.places(numbers, made.aval.shape[axis_of(made)])
+        return [positional.at(equation.single, values, axis_of(made), places)]
     some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
     return resized.evaluate(equation.single, equation.double, some, values)
 

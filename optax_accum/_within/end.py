@@ -12,6 +12,7 @@ from optax_accum._core import compilers
 from optax_accum._rows import locality, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.registry import known
 from optax_accum._space import meshes
 from optax_accum._within import by_level, partial
 from optax_accum._within.by_level import Store, axis_of
@@ -57,9 +58,10 @@ class End:
 
     def outputs(self, given: Given, params: Leaves) -> Leaves:
         values = self.store.values | dict(zip(model_inputs(self.traced), params, strict=True))
-        evaluate(self.before, values)
         values.update(zip(self.loop.rows, given.rows, strict=True))
         end = Store(self.traced.units, self.traced.device, values)
+        for equation in self.before:
+            by_level.run_once(equation, self.traced.levels, end)
         for equation, part in zip(self.loop.parts, given.parts, strict=True):
             end.values[equation.outs[0]] = by_level.finished(equation, part, end)
         for equation in self.after:
@@ -188,12 +190,6 @@ def _needed(program: Any, count: int) -> list[bool]:
     return [var in wanted for var in program.invars]
 
 
-_ZERO_OF_ZERO = {
-    *("broadcast_in_dim", "convert_element_type", "neg", "reshape", "transpose", "squeeze"),
-    *("pvary", "pcast", "psum", "psum_invariant", "reshard", "sharding_constraint"),
-}
-
-
 def _zeros(program: Any) -> list[bool]:
     """Whether each output of a program is zero for all inputs."""
     zeros: set[Any] = set()
@@ -202,7 +198,7 @@ def _zeros(program: Any) -> list[bool]:
         return not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
 
     for equation in program.eqns:
-        if equation.primitive.name in _ZERO_OF_ZERO and is_zero(equation.invars[0]):
+        if known(equation.primitive.name).linear and len(equation.invars) == 1 and is_zero(equation.invars[0]):
             zeros.update(equation.outvars)
     return list(map(is_zero, program.outvars))
 

@@ -9,7 +9,7 @@ from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name
 from optax_accum._rows.levels import Crossing
 from optax_accum._within import by_level, splitting
-from optax_accum._within.traced_call import trace_call
+from optax_accum._within.traced_call import UndividedError, trace_call, warn_undivided
 
 
 def microbatched(
@@ -99,7 +99,11 @@ def microbatched(
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
         others = [name for name in call.arguments if name not in call.batch]
-        loss = trace_call(fun, call, sizes, others, crossing=rows_cross)
+        try:
+            loss = trace_call(fun, call, sizes, others, crossing=rows_cross)
+        except UndividedError as error:
+            warn_undivided(error)
+            return call.apply(fun)
         if loss.units.parts == 1:
             return call.apply(fun)
         return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, loss.values))

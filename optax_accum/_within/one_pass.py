@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core.equations import has_loop
 from optax_accum._rows import locality
 from optax_accum._rows.levels import Kind, Loop
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._within import by_level
 from optax_accum._within.by_level import Store, axis_of
 from optax_accum._within.end import End, Given, Leaves, evaluate, model_inputs
-from optax_accum._within.partial import REDUCTIONS
+from optax_accum._within.partial import reduction_of
 from optax_accum._within.traced_call import TracedCall
 
 
@@ -29,7 +30,8 @@ class OnePass:
 
     Attributes:
       store: the inputs, and the values that the batch alone decides.
-      before: the equations of parameters without rows. They run in the loop, so that their gradient is added there.
+      before: the equations of parameters without rows. They run in the loop, so that their gradient is added there;
+        of rows that they make, each micro-batch takes its own.
       after: the equations that follow the loop.
       known: the cotangents of the loop's results, None where they are zero; None if they depend on the results.
       factor_at: the place of the sum whose cotangent scales the gradient, and is known only at the end of the loss.
@@ -67,6 +69,12 @@ class OnePass:
         return [value for value in takes if value not in model and not isinstance(value, Number)]
 
     @property
+    def made(self) -> list[Value]:
+        """The rows that the loop takes and that parameters make."""
+        made = {value for equation in self.before for value in equation.outs if value.axis is not None}
+        return [value for value in self.loop.takes if value in made]
+
+    @property
     def fixed(self) -> Leaves:
         """The values that all micro-batches take whole."""
         return [jnp.asarray(self.store.whole(value)) for value in self.taken if value.axis is None]
@@ -97,6 +105,7 @@ class OnePass:
         with_rows = [value for value in self.taken if value.axis is not None]
         env.update((v, units.along(rows, axis_of(v))) for v, rows in zip(with_rows, batch["rows"], strict=True))
         evaluate(self.before, env)
+        env.update((v, units.chosen(env[v], axis_of(v), numbers)) for v in self.made)
         rows, parts = by_level.of_micro_batch(self.loop, units, env, numbers)
         pairs = zip(rows, self.loop.rows, strict=True)
         first = [_units_first(row, axis_of(value), len(numbers)) for row, value in pairs]
@@ -123,7 +132,7 @@ class OnePass:
     @property
     def reductions(self) -> Given:
         """The names of the reductions that join the micro-batches' results."""
-        return Given([REDUCTIONS[e.name].name for e in self.loop.parts], ["concat"] * len(self.loop.rows))
+        return Given([reduction_of(equation).joins for equation in self.loop.parts], ["concat"] * len(self.loop.rows))
 
     def joined(self, given: Given) -> Given:
         """The loop's results as the program has them."""
@@ -144,8 +153,10 @@ def one_pass(traced: TracedCall) -> OnePass | None:
     first, last = levels.stages
     assert first.loop is not None
     before = [equation for equation in first.once if not levels.model.isdisjoint(equation.ins)]
-    if any(levels.kinds[equation] is not Kind.FREE for equation in before):
+    if any(levels.kinds[equation] is Kind.WHOLE or equation.view.has_rows for equation in before):
         return None
+    if any(levels.kinds[equation] is Kind.MADE and has_loop(equation.single) for equation in before):
+        return None  # it would run in each micro-batch
     if any(locality.has_backward(equation) for equation in before):
         return None  # a rule for the gradient of a parameter, a clip say, takes the whole of it
     store = Store(traced.units, traced.device, dict(zip(levels.program.inputs, traced.values, strict=True)))
@@ -168,8 +179,9 @@ def is_one_pass(traced: TracedCall) -> bool:
 def _first_pass(once: OnePass) -> Given:
     """Runs the loop forward, as far as the cotangents depend on its results; all other results are zeros."""
     traced, loop = once.traced, once.loop
-    env = dict(once.store.values)
-    evaluate(once.before, env)
+    store = Store(traced.units, traced.device, dict(once.store.values))
+    for equation in once.before:
+        by_level.run_once(equation, traced.levels, store)
     needs = iter(once.end.needs)
     parts = [equation for equation in loop.parts if next(needs)]
     rows = [value for value in loop.rows if next(needs)]
@@ -180,7 +192,7 @@ def _first_pass(once: OnePass) -> Given:
             equations.append(equation)
             wanted.update(equation.ins)
     part = Loop(equations[::-1], parts, rows, [value for value in loop.takes if value in wanted])
-    found_rows, totals = by_level.results_of(part, traced.levels, Store(traced.units, traced.device, env))
+    found_rows, totals = by_level.results_of(part, traced.levels, store)
     results: dict[Any, Any] = dict(zip(parts, totals, strict=True))
     results |= {value: traced.units.joined(leaf, axis_of(value)) for value, leaf in zip(rows, found_rows, strict=True)}
     pairs = zip((*loop.parts, *loop.rows), once.end.still, strict=True)

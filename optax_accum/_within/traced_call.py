@@ -9,17 +9,22 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_known_rows, is_split
-from optax_accum._core import compilers
+from optax_accum._core import compilers, messages, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
 from optax_accum._rows.leveling import levels_of
 from optax_accum._rows.levels import Crossing, Levels
-from optax_accum._rows.program import paired
+from optax_accum._rows.pairing import paired
+from optax_accum._rows.places import place_of_error
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
 from optax_accum._within.splitting import Sizes, split_rows
+
+
+class UndividedError(ValueError):
+    """No trace tells how the rows of a function go into micro-batches: all of them must run at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +68,9 @@ def trace_call(
     """Traces a call that has one device's rows; `model` names the arguments by which it may be differentiated.
 
     Raises:
-      TypeError, ValueError: `fun` is another program for twice as many rows, or fails for them; a group of rows is on
-        two devices.
+      UndividedError: `fun` is another program for twice as many rows, has references of its own, or looks at values.
+      Exception: what `fun` raises for twice as many rows.
+      ValueError: a group of rows is on two devices.
     """
     device = device or Device()
     devices = device.count
@@ -76,18 +82,31 @@ def trace_call(
 
     in_batch = [name in call.batch for name in owner]
 
-    def types(times: int) -> list[Any]:
-        return [type_of(leaf, times if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+    def types(rows: int) -> list[Any]:
+        return [type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
 
-    single = trace(of_arrays, types(devices))
     try:
-        program = paired(single.program, jax.make_jaxpr(of_arrays)(types(2 * devices)), (rows, 2 * rows))
-    except OtherProgramError as error:
-        raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
-    except (TypeError, ValueError) as error:
+        single = trace(of_arrays, types(rows))
+    except tracing.NEEDS_VALUES as error:
+        if tracing.is_staged():
+            raise
+        raise UndividedError(f"The loss looks at values, which no trace has, at {place_of_error(error)}.") from error
+    try:
+        other, double = 2 * rows, jax.make_jaxpr(of_arrays)(types(2 * rows))
+    except Exception as error:
         call.check_shared(rows, of_whole_batch=True)  # an argument with as many rows as the batch may be why
-        error.add_note(f"{_OTHER} {_REMEDY}")
-        raise
+        try:  # a table in the parameters may have no 2 n rows
+            other, double = rows // 2, jax.make_jaxpr(of_arrays)(types(rows // 2))
+        except Exception:
+            error.add_note(f"{_TWICE} {_REMEDY}")
+            raise error from None
+    try:
+        program = paired(single.program, double, (rows, other))
+    except OtherProgramError as error:
+        raise UndividedError(f"{_TWICE} The two have nothing in common: {error}.") from error
+    for equation in program.equations:
+        if compilers.makes_reference(equation.single):
+            raise UndividedError(f"The loss has a mutable array of its own, at {equation.place}.")
     if program.units % devices:
         raise ValueError(
             f"A group of rows must be on one device: the loss takes {rows // program.units} rows together, and each of "
@@ -104,9 +123,8 @@ def trace_call(
     return TracedCall(single, levels, units, device, call, arrays)
 
 
-def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:
-    of_arrays, arrays = _of_arrays(fun, call)
-    return jax.eval_shape(of_arrays, arrays)
+def warn_undivided(error: UndividedError) -> None:
+    messages.warn(f"{error} {_AT_ONCE}")
 
 
 def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
@@ -116,17 +134,19 @@ def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[
     return lambda arrays: call.with_values(names, filled(arrays)).apply(fun), arrays
 
 
-def type_of(leaf: Any, times: int = 1) -> Any:
+def type_of(leaf: Any, times: float = 1) -> Any:
     """The type of an array with `times` times its rows."""
     shape = jnp.shape(leaf)
-    shape = (times * shape[0], *shape[1:]) if is_split(leaf) and times > 1 else shape
+    shape = (int(times * shape[0]), *shape[1:]) if is_split(leaf) else shape
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(
         shape, jnp.result_type(leaf), weak_type=weak, sharding=compilers.explicit_sharding(leaf)
     )
 
 
-_OTHER = (
-    "A loss is traced for its rows and for twice as many, to see which axes hold rows: there it is another program."
+_TWICE = "A loss is traced for n rows and for 2n rows, to find the axes that hold rows."
+_REMEDY = (
+    "It raises for 2n rows. Write it for any number of rows: take sizes from the batch (x.shape[0], -1), not from a "
+    "constant. Or take jax.value_and_grad: a loss of one number of rows has no micro-batches."
 )
-_REMEDY = "Take sizes from the batch (x.shape[0], -1), not from a constant."
+_AT_ONCE = "All rows run at once: the numbers are right, and no memory is saved."

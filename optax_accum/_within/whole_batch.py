@@ -25,7 +25,13 @@ from optax_accum._within.cut import AGAIN, cut
 from optax_accum._within.end import Given
 from optax_accum._within.one_pass import OnePass, one_pass
 from optax_accum._within.rules import CallRules
-from optax_accum._within.traced_call import TracedCall, number_of_microbatches, trace_call
+from optax_accum._within.traced_call import (
+    TracedCall,
+    UndividedError,
+    number_of_microbatches,
+    trace_call,
+    warn_undivided,
+)
 
 _SUM_OVER_ROWS = (
     "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
@@ -59,30 +65,37 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     """One device's part of the whole batch's value and gradient, and the outputs that all devices have alike.
 
     Raises:
-      UnreadableError: the loss communicates, or looks at values.
+      UnreadableError: the loss communicates.
+      UndividedError: all rows must run at once, and cannot.
     """
     if not device.one_batch:  # its own batch: nothing is added over devices, parameters' gradients neither
         arrays, filled = parted(call[tuple(call.arguments)], is_array)
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
     fun = _of_one_number(rules)
-    is_one = number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1
-    if is_one and device.is_alone and not rules.meter.measures:
-        grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
-        device.check_axes(jax.tree.leaves(outputs))
-        return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
+    may_run_at_once = device.is_alone and not rules.meter.measures
+    if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
+        return _at_once(rules, device, call, fun)
     try:
         over = device if device.one_batch else Device()
         loss = trace_call(fun, call, rules.sizes, call.params, over, rules.crossing)
-    except tracing.NEEDS_VALUES as error:
-        if tracing.is_staged():
+    except UndividedError as error:
+        if not may_run_at_once:
+            error.add_note("Over devices, and with statistics, micro-batches cannot run at once. Change that line.")
             raise
-        raise UnreadableError from error  # outside jit a loss may look at values, which no trace has
+        warn_undivided(error)
+        return _at_once(rules, device, call, fun)
     if device.is_spoken_to(loss.traced):
         raise UnreadableError
     once = one_pass(loss)
     return (
         _in_levels(rules, device, call, loss, again) if once is None else _in_one_pass(rules, device, call, once, again)
     )
+
+
+def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
+    grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
+    device.check_axes(jax.tree.leaves(outputs))
+    return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
 
 
 def joined(space: Space, local: Tree, outputs: Tree) -> Tree:

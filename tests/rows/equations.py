@@ -66,7 +66,9 @@ class Found:
             return "local"
         if locality.is_partial(view):
             return "partial"
-        return "alike" if not view.has_rows and locality.is_alike(view) else "together"
+        if locality.is_positional(view):
+            return "positional"
+        return "alike" if locality.is_alike(view) else "together"
 
 
 def traced(name, fun, *specs):
@@ -135,7 +137,7 @@ def of_parts(found):
     for index in range(4):
         values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in ins]
         parts.append(partial.part_of(equation, units, values, units.of_part(index)))
-    total = partial.REDUCTIONS[equation.name].over(jnp.stack(parts), axis=0)
+    total = partial.reduction_of(equation).over(jnp.stack(parts), axis=0)
     assert parts[0].dtype == partial.type_of_part(equation).dtype
     return [by_level.finished(equation, total, store)], compilers.bind(found.single, found.values)
 

@@ -1,0 +1,217 @@
+"""Two traces of a loss, for n rows and for 2 n, paired equation by equation: an axis that grows holds rows.
+
+Where the traces differ, as a scan that is unrolled for each power of two does, the equations for n rows are one, which
+runs on all rows; before and after it the traces are pairs again.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from optax_accum._core import compilers
+from optax_accum._core.equations import operands
+from optax_accum._rows import locality
+from optax_accum._rows.own_rows import of_own_rows
+from optax_accum._rows.places import place_of
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, axis_of, view_of
+
+
+def paired(single: Any, double: Any, rows: Rows, caller: Equation | None = None) -> Program:
+    """Pairs two traces, for `rows` rows each, equation by equation; inlines the functions that they call.
+
+    `caller` is the equation that holds the program, if there is one.
+
+    Raises:
+      OtherProgramError: they have nothing in common that takes rows.
+    """
+    pairs = zip(single.jaxpr.invars, double.jaxpr.invars, strict=True)
+    inputs = [Value(a.aval, axis_of(a.aval, b.aval, rows)) for a, b in pairs]
+    pairing = _Pairing(rows)
+    outputs = pairing.inlined(single, double, inputs, caller)
+    equations = pairing.equations
+    if pairing.first_difference and not any(e.view.has_rows and not e.differs for e in equations):
+        raise OtherProgramError(pairing.first_difference)
+    return Program(inputs, equations, outputs, rows)
+
+
+class _Pairing:
+    """The equations of two traces, in pairs, so far."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self.equations: list[Equation] = []
+        self.first_difference = ""
+        self.untyped: set[Value] = set()  # results of what differs: who takes them says where they have rows
+
+    def inlined(self, single: Any, double: Any, inputs: Sequence[Value], caller: Equation | None) -> list[Value]:
+        """Appends the equations of two programs; returns their results.
+
+        Raises:
+          OtherProgramError: they close over other arrays, or return other results.
+        """
+        (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
+        if len(consts) != len(double_consts):
+            raise OtherProgramError("it closes over other arrays")
+        env: dict[Any, Value] = dict(zip(of_single.invars, inputs, strict=True))
+        for var, array, double_array in zip(of_single.constvars, consts, double_consts, strict=True):
+            axis = self.axis(jax.typeof(array), jax.typeof(double_array))
+            env[var] = Constant(array, axis, double_array)
+        for ours, others in _aligned(of_single, of_double):
+            is_pair = len(ours) == len(others) == 1
+            if not (is_pair and self.append(ours[0], others[0], env, caller)):
+                self.append_whole(ours, others, of_single, env, caller)
+        outputs = self.operands(of_single.outvars, of_double.outvars, env)
+        if outputs is None:
+            raise OtherProgramError(self.first_difference or "it returns other arrays")
+        return outputs
+
+    def axis(self, single: Any, double: Any) -> Axis:
+        if len(getattr(single, "shape", ())) != len(getattr(double, "shape", ())):
+            raise OtherProgramError("it closes over other arrays")
+        return axis_of(single, double, self.rows)
+
+    def operands(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> list[Value] | None:
+        """The values that two equations take; None where they do not have their rows along the same axes."""
+        values: list[Value] = []
+        for a, b in zip(single, double, strict=True):
+            if isinstance(a, core.Literal):
+                values.append(Number(a, b if isinstance(b, core.Literal) else None))
+                continue
+            value, axis = env[a], axis_of(a.aval, b.aval, self.rows)
+            if value in self.untyped:
+                self.untyped.remove(value)
+                value.axis = axis
+            if value.axis != axis:
+                return None
+            values.append(value)
+        return values
+
+    def append(self, a: Any, b: Any, env: dict[Any, Value], caller: Equation | None) -> bool:
+        """Appends a pair of equations; False if they are none."""
+        ins = self.operands(a.invars, b.invars, env)
+        if ins is None:
+            return False
+        outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view_of(a, b, self.rows).outs, strict=True)]
+        equation = Equation(a, b, ins, outs, self.rows, caller)
+        own = of_own_rows(equation, self.equations)
+        if own is not None:
+            single, double = (
+                jax.make_jaxpr(own.fun)(*(_type(value, self.rows, size) for value in own.ins)) for size in self.rows
+            )
+            outs = self.inlined(single, double, own.ins, equation)
+        elif _is_inlined(equation):
+            before = len(self.equations)
+            try:
+                outs = self.inlined(_inner(a), _inner(b), ins, equation)
+            except OtherProgramError:
+                del self.equations[before:]
+                return False
+        else:
+            self.equations.append(equation)
+        env.update(zip(a.outvars, outs, strict=True))
+        return True
+
+    def append_whole(
+        self, ours: Sequence[Any], others: Sequence[Any], program: Any, env: dict[Any, Value], caller: Equation | None
+    ) -> None:
+        """Appends the equations of the trace for n rows that have no counterparts, as one."""
+        if not self.first_difference:
+            self.first_difference = _difference(ours, others)
+        if not ours:
+            return
+        made = [var for equation in ours for var in equation.outvars]
+        takes = dict.fromkeys(var for equation in ours for var in operands(equation) if var not in made)
+        inside = {id(equation) for equation in ours}
+        used = {var for equation in program.eqns if id(equation) not in inside for var in operands(equation)}
+        used.update(atom for atom in program.outvars if isinstance(atom, core.Var))
+        gives = [var for var in made if var in used]
+        outs = [Value(var.aval, None) for var in gives]
+        self.untyped.update(outs)
+        whole = _as_one(ours, list(takes), gives)
+        self.equations.append(Equation(whole, whole, [env[var] for var in takes], outs, self.rows, caller, True))
+        env.update(zip(gives, outs, strict=True))
+
+
+def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """Yields the equations of two programs: one of each where they are alike, else all between two such pairs."""
+    ours, others = list(map(_sort, single.eqns)), list(map(_sort, double.eqns))
+    if ours == others:
+        yield from (([a], [b]) for a, b in zip(single.eqns, double.eqns, strict=True))
+        return
+    for tag, first, last, begin, end in difflib.SequenceMatcher(None, ours, others, autojunk=False).get_opcodes():
+        if tag == "equal":
+            yield from (([a], [b]) for a, b in zip(single.eqns[first:last], double.eqns[begin:end], strict=True))
+        else:
+            yield single.eqns[first:last], double.eqns[begin:end]
+
+
+def _sort(equation: Any) -> tuple[Any, ...]:
+    """What two equations must share to be a pair."""
+    variables = (*equation.invars, *equation.outvars)
+    ranks = tuple(len(getattr(var.aval, "shape", ())) for var in variables)
+    return equation.primitive.name, len(equation.invars), ranks
+
+
+def _difference(ours: Sequence[Any], others: Sequence[Any]) -> str:
+    if len(ours) == len(others) == 1 and _name(ours) == _name(others):
+        return f"at {place_of(ours[0])} {_name(ours)} takes other arrays for twice as many rows"
+    if ours and others:
+        return f"at {place_of(ours[0])} it has {_name(ours)}, and for twice as many rows {_name(others)}"
+    return f"at {place_of((*ours, *others)[0])} only one of the two has {_name((*ours, *others))}"
+
+
+def _name(equations: Sequence[Any]) -> str:
+    return equations[0].primitive.name
+
+
+def _as_one(equations: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any]) -> Any:
+    """Equations as a single one, which calls them, at the line of the first."""
+    if len(equations) == 1:
+        first = equations[0]
+        if list(gives) == list(first.outvars) and list(takes) == list(first.invars):
+            return first
+
+    def run(*values: Any) -> list[Any]:
+        env = dict(zip(takes, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for equation in equations:
+            env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
+        return [env[var] for var in gives]
+
+    (call,) = jax.make_jaxpr(jax.jit(run))(*(_struct(var.aval, var.aval.shape) for var in takes)).eqns
+    return call.replace(source_info=equations[0].source_info)
+
+
+def _type(value: Value, rows: Rows, size: int) -> jax.ShapeDtypeStruct:
+    shape = list(value.aval.shape)
+    if value.axis is not None and value.axis != COUPLED:
+        shape[value.axis] = shape[value.axis] * size // rows[0]
+    return jax.ShapeDtypeStruct(tuple(shape), value.aval.dtype)
+
+
+def _struct(aval: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak, sharding=compilers.explicit_sharding(aval))
+
+
+def _is_inlined(equation: Equation) -> bool:
+    """Whether the equations inside an equation replace it.
+
+    A checkpoint that takes rows together is dropped: each loop recomputes the residuals of its backward pass.
+    """
+    if equation.name in ("jit", "pjit"):
+        return compilers.is_plain_jit(equation.single)
+    if equation.name in ("checkpoint", "remat2"):
+        return not locality.is_local(equation.view)
+    return equation.name == "closed_call"
+
+
+def _inner(eqn: Any) -> Any:
+    return eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]

@@ -1,0 +1,124 @@
+"""What is known of each primitive of JAX: one row for each, and none for what nobody knows.
+
+A question about rows asks the row of its equation's primitive. Without a row, or without a rule for the question, the
+answer is the one that is always right: the equation runs once, on all rows, and nothing is linear or cheap.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._rows.traces import View
+
+Rule = Callable[[View], bool]
+Group = Callable[[int], Iterable[int]] | tuple[int, ...]  # operands by their places, or by how many there are
+FIRST = ((0,),)
+PRODUCT = ((0,), (1,))
+TOGETHER = (range,)
+REST = (lambda count: range(1, count),)
+
+
+def _nothing(view: View) -> bool:
+    return False
+
+
+def _zero(dtype: Any) -> Any:
+    return 0
+
+
+def _sum(rows: jax.Array, axis: Any) -> jax.Array:
+    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as in the loss
+
+
+def _along_axes(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Callable[..., Any]) -> Any:
+    return over(values[0].astype(wide(values[0].dtype)), axis=equation.params["axes"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How rows are reduced in parts, one for each micro-batch.
+
+    Attributes:
+      rule: whether an equation, which takes rows and makes none, reduces them so.
+      joins: what joins parts, also over devices: "sum", "max" or "min".
+      over: the same of an array, along an axis.
+      nothing: the value of a dtype that changes no result, for rows that are not in the batch.
+      part: computes `(equation, operands of some rows, dtype to its sums' dtype, over)`.
+    """
+
+    rule: Rule
+    joins: str = "sum"
+    over: Callable[..., jax.Array] = _sum
+    nothing: Callable[[Any], Any] = _zero
+    part: Callable[..., jax.Array] = _along_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Positional:
+    """How an equation without rows makes rows, each by its place and nothing else.
+
+    Attributes:
+      rule: whether an equation does.
+      at: computes `(equation, operands, axis, places [m])`: m rows along the axis, those at these places.
+    """
+
+    rule: Rule
+    at: Callable[[Any, Sequence[Any], int, jax.Array], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of a primitive. Rules are asked of equations whose parameters differ in sizes alone.
+
+    Attributes:
+      local: whether block u of each result depends on block u of the operands that have rows, on the others, and on
+        nothing that has an entry for each row; its derivative, too.
+      partial: how it reduces rows in parts.
+      alike: whether an equation without rows makes rows that are all alike.
+      positional: how it makes rows by their places.
+      linear: groups of operands; it is linear in each group if the other operands are fixed.
+      is_cheap: whether it costs less to run it again than to keep its result for all rows.
+    """
+
+    local: Rule = _nothing
+    partial: Reduction = Reduction(_nothing)
+    alike: Rule = _nothing
+    positional: Positional | None = None
+    linear: Sequence[Group] = ()
+    is_cheap: bool = False
+
+    def linear_groups(self, count: int) -> list[frozenset[int]]:
+        """The groups of its operands, of which there are `count`."""
+        return [frozenset(group(count) if callable(group) else group) for group in self.linear]
+
+
+_NOT_KNOWN = Known()
+_table: dict[str, Known] = {}
+
+
+def known(name: str) -> Known:
+    """The row of a primitive."""
+    return _table.get(name, _NOT_KNOWN)
+
+
+def is_known(name: str) -> bool:
+    return name in _table
+
+
+def names() -> frozenset[str]:
+    return frozenset(_table)
+
+
+def register(names: str, **rules: Any) -> None:
+    """Adds a row for each of these names, which spaces divide.
+
+    Raises:
+      ValueError: there is a row already: what two libraries say of one name would not be known.
+    """
+    for name in names.split():
+        if name in _table:
+            raise ValueError(f"The primitive {name!r} is registered already. Register each primitive once.")
+        _table[name] = Known(**rules)
