@@ -60,9 +60,8 @@ class _Pairing:
         for var, array, double_array in zip(of_single.constvars, consts, double_consts, strict=True):
             axis = self.axis(jax.typeof(array), jax.typeof(double_array))
             env[var] = Constant(array, axis, double_array)
-        for ours, others in _aligned(of_single, of_double):
-            is_pair = len(ours) == len(others) == 1
-            if not (is_pair and self.append(ours[0], others[0], env, caller)):
+        for ours, others, are_pair in _aligned(of_single, of_double):
+            if not (are_pair and self.append(ours[0], others[0], env, caller)):
                 self.append_whole(ours, others, of_single, env, caller)
         outputs = self.operands(of_single.outvars, of_double.outvars, env)
         if outputs is None:
@@ -136,17 +135,17 @@ class _Pairing:
         env.update(zip(gives, outs, strict=True))
 
 
-def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """Yields the equations of two programs: one of each where they are alike, else all between two such pairs."""
+def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any], bool]]:
+    """Yields the equations of two programs: one of each where they are a pair, else all between two pairs."""
     ours, others = list(map(_sort, single.eqns)), list(map(_sort, double.eqns))
-    if ours == others:
-        yield from (([a], [b]) for a, b in zip(single.eqns, double.eqns, strict=True))
-        return
-    for tag, first, last, begin, end in difflib.SequenceMatcher(None, ours, others, autojunk=False).get_opcodes():
+    blocks = [("equal", 0, len(ours), 0, len(others))]
+    if ours != others:
+        blocks = difflib.SequenceMatcher(None, ours, others, autojunk=False).get_opcodes()
+    for tag, first, last, begin, end in blocks:
         if tag == "equal":
-            yield from (([a], [b]) for a, b in zip(single.eqns[first:last], double.eqns[begin:end], strict=True))
+            yield from (([a], [b], True) for a, b in zip(single.eqns[first:last], double.eqns[begin:end], strict=True))
         else:
-            yield single.eqns[first:last], double.eqns[begin:end]
+            yield single.eqns[first:last], double.eqns[begin:end], False
 
 
 def _sort(equation: Any) -> tuple[Any, ...]:

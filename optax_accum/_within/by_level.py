@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, tracing
-from optax_accum._rows import locality, resized
+from optax_accum._rows import faults, locality, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -81,6 +81,11 @@ def axis_of(value: Value) -> int:
 
 
 def run_once(equation: Equation, levels: Levels, store: Store) -> None:
+    with faults.explained(equation):
+        _run_once(equation, levels, store)
+
+
+def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
     values = [store.whole(value) for value in equation.ins]
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
@@ -190,8 +195,13 @@ def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax
         return env[value]
 
     for equation in loop.equations:
-        env.update(zip(equation.outs, of_rows(equation, units, list(map(read, equation.ins)), numbers), strict=True))
-    parts = [partial.part_of(equation, units, list(map(read, equation.ins)), numbers) for equation in loop.parts]
+        with faults.explained(equation):
+            results = of_rows(equation, units, list(map(read, equation.ins)), numbers)
+            env.update(zip(equation.outs, results, strict=True))
+    parts: list[Any] = []
+    for equation in loop.parts:
+        with faults.explained(equation):
+            parts.append(partial.part_of(equation, units, list(map(read, equation.ins)), numbers))
     return list(map(read, loop.rows)), parts
 
 

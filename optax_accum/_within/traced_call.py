@@ -137,7 +137,7 @@ def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[
 def type_of(leaf: Any, times: float = 1) -> Any:
     """The type of an array with `times` times its rows."""
     shape = jnp.shape(leaf)
-    shape = (int(times * shape[0]), *shape[1:]) if is_split(leaf) else shape
+    shape = (int(times * shape[0]), *shape[1:]) if is_split(leaf) and times != 1 else shape
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(
         shape, jnp.result_type(leaf), weak_type=weak, sharding=compilers.explicit_sharding(leaf)

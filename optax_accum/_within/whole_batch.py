@@ -87,9 +87,9 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     if device.is_spoken_to(loss.traced):
         raise UnreadableError
     once = one_pass(loss)
-    return (
-        _in_levels(rules, device, call, loss, again) if once is None else _in_one_pass(rules, device, call, once, again)
-    )
+    if once is None:
+        return _in_levels(rules, device, call, loss, again)
+    return _in_one_pass(rules, device, call, once, again)
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
