@@ -250,7 +250,8 @@ ALSO = {  # that ask something else by the same name
     "_rows/reading": {"PARTIAL"},
     "_rows/primitives": {"PARTIAL"},
     "_explain/explain": {"PARTIAL"},
-    "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # and of one equation
+    "_rows/locality": {"PARTIAL", "is_partial"},
+    "_rows/derivatives": {"vjp"},  # of one equation
     "flax/_calls": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/here": {"is_staged"},  # whether zeros can be placed, and a reduction in place
 }

@@ -83,8 +83,9 @@ def explain(
 
     Raises:
       TypeError, ValueError: invalid arguments; a loss that is no real
-        scalar, or that is another program for twice as many rows: `fun` is
-        traced for both, to see which axes hold rows.
+        scalar, or that cannot be divided: `fun` is traced for n rows and for
+        2n, to see which axes hold rows, and the two have nothing in common,
+        or it has mutable arrays of its own.
 
     Guarantees:
       `weight(batch)` is the denominator for the rows of `batch`, of any

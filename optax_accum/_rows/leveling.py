@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
-from optax_accum._rows import locality
+from optax_accum._rows import derivatives, locality
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, Stage
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
@@ -119,7 +119,7 @@ class _Division:
 
     def _is_narrow(self, equation: Equation) -> bool:
         """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
-        if self.model.isdisjoint(equation.ins) or not equation.outs or locality.has_backward(equation):
+        if self.model.isdisjoint(equation.ins) or not equation.outs or derivatives.has_backward(equation):
             return False
         if not self.rowless.issuperset(equation.outs):
             return False  # narrow, but of rows: a mean, say, is there once, when its loop is over

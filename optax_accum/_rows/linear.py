@@ -13,7 +13,7 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import all_equations
-from optax_accum._rows import locality
+from optax_accum._rows import derivatives
 from optax_accum._rows.registry import known
 
 
@@ -47,7 +47,7 @@ def _programs(eqn: Any) -> list[Any]:
 
 def _is_linear(eqn: Any) -> bool:
     try:
-        backward = locality.traced_derivative(eqn, locality.backward)
+        backward = derivatives.traced_derivative(eqn, derivatives.backward)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     count = len(backward.jaxpr.invars) - len(eqn.invars)

@@ -1,7 +1,6 @@
 """Whether an equation treats rows one by one, with the programs inside it: loops, branches, users' derivatives."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._core.equations import all_equations, inner_programs
+from optax_accum._rows.derivatives import backward, derivative_of, forward, inexact
 from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -167,7 +166,7 @@ def _same_literals(single: Any, double: Any) -> bool:
 def _same_atom(a: Any, b: Any) -> bool:
     if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
         return isinstance(a, core.Literal) == isinstance(b, core.Literal)
-    return np.array_equal(a.val, b.val, equal_nan=_inexact([a])[0])  # only inexact numbers can be NaN
+    return np.array_equal(a.val, b.val, equal_nan=inexact([a])[0])  # only inexact numbers can be NaN
 
 
 def unknown(view: View) -> Iterator[str]:
@@ -188,79 +187,17 @@ def unknown(view: View) -> Iterator[str]:
 
 def _rule_is_local(view: View) -> bool:
     """Whether the user's derivative of a function treats rows one by one; True if there is none."""
-    if not view.asks_rules:
+    is_forward, is_backward = view.name == "custom_jvp_call", view.name.startswith("custom_vjp_call")
+    if not (view.asks_rules and (is_forward or is_backward)):
         return True
+    of, moves = (backward, view.moves) if is_backward else (forward, None)
     try:
-        if view.name == "custom_jvp_call":
-            return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks_rules=False)
-        if view.name.startswith("custom_vjp_call"):
-            return adds_up(*derivative_of(view.single, view.double, backward, view.moves), view.rows)
+        single, double = derivative_of(view.single, view.double, of, moves)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
-    return True
-
-
-def has_backward(equation: Any) -> bool:
-    """Whether an equation, or one inside it, has a backward pass by the user."""
-    inner = (eqn for program in inner_programs(equation.single) for eqn in all_equations(program))
-    return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.single, *inner))
-
-
-def derivative_of(
-    single: Any, double: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None
-) -> tuple[Any, Any]:
-    """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
-    return traced_derivative(single, derivative, moves), traced_derivative(double, derivative, moves)
-
-
-def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None) -> Any:
-    """The trace of a derivative by the operands that may move; by default, all that are inexact."""
-    inexact = _inexact(eqn.invars)
-    moves = inexact if moves is None else [a and b for a, b in zip(moves, inexact, strict=True)]
-    values = [_shape(var) for var in eqn.invars]
-    given = eqn.invars if derivative is forward else eqn.outvars
-    moved = moves if derivative is forward else _inexact(eqn.outvars)
-    changes = [_shape(var) for var, moves_ in zip(given, moved, strict=True) if moves_]
-    return jax.make_jaxpr(functools.partial(derivative, eqn, moves))(values, changes)
-
-
-def _shape(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=compilers.explicit_sharding(var.aval))
-
-
-def _inexact(variables: Sequence[Any]) -> list[bool]:
-    """Which variables may have a derivative."""
-    return [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in variables]
-
-
-def forward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The results of an equation and their tangents; an integer's tangent is zero."""
-    fun, moving = _of_moving(eqn, moves, values)
-    outs, moved = jax.jvp(fun, moving, list(tangents))
-    return outs, moved
-
-
-def backward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """The cotangents of an equation's operands that may move."""
-    fun, moving = _of_moving(eqn, moves, values)
-    outs, back = jax.vjp(fun, *moving)
-    given = iter(cotangents)
-
-    def none(leaf: Any) -> Any:
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-
-    pairs = zip(_inexact(eqn.outvars), outs, strict=True)
-    return back([next(given) if is_inexact else none(leaf) for is_inexact, leaf in pairs])
-
-
-def _of_moving(eqn: Any, moves: Sequence[bool], values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """An equation as a function of the operands that may move, and these operands."""
-
-    def fun(*moving: Any) -> list[Any]:
-        rest = iter(moving)
-        return list(compilers.bind(eqn, [next(rest) if m else v for v, m in zip(values, moves, strict=True)]))
-
-    return fun, [value for value, m in zip(values, moves, strict=True) if m]
+    if is_forward:
+        return are_local(single, double, view.rows, asks_rules=False)
+    return adds_up(single, double, view.rows)
 
 
 def adds_up(single: Any, double: Any, rows: Rows) -> bool:
@@ -275,7 +212,11 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
     def is_zero(atom: Any) -> bool:
         return not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
 
-    for a, b in in_step(of_single, of_double):
+    try:
+        pairs = list(in_step(of_single, of_double))
+    except OtherProgramError:
+        return False
+    for a, b in pairs:
         view = view_of(a, b, rows, asks_rules=False)
         of_sums = {place for place, atom in enumerate(a.invars) if isinstance(atom, core.Var) and atom in sums}
         row = known(a.primitive.name)
@@ -288,7 +229,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
                 of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
             )
             # Rounded to integers, a sum is no sum.
-            if view.has_rows or view.makes_rows or not is_linear or not all(_inexact(a.outvars)):
+            if view.has_rows or view.makes_rows or not is_linear or not all(inexact(a.outvars)):
                 return False
             sums.update(a.outvars)
         elif is_partial(view) and row.partial.joins == "sum":

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._core.leaves import is_inexact
-from optax_accum._rows import locality
+from optax_accum._rows import derivatives, locality
 from optax_accum._rows.traces import Rows, axis_of, in_step, view_of
 
 Values = Sequence[Any]
@@ -152,7 +152,7 @@ def _custom(derivative: Callable[..., Any], single: Any, double: Any, some: Some
 def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
     """A function with the user's derivative, which is traced, too."""
     called = jax.custom_jvp(lambda *values: fun(values))
-    traces = locality.derivative_of(single, double, locality.forward)
+    traces = derivatives.derivative_of(single, double, derivatives.forward)
 
     @called.defjvp
     def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
@@ -184,7 +184,7 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
         return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, moves)
 
     def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
-        traces = locality.derivative_of(single, double, locality.backward, kept.moves)
+        traces = derivatives.derivative_of(single, double, derivatives.backward, kept.moves)
         if some.size != some.rows[0] and not locality.adds_up(*traces, some.rows):
             raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
         inexact = (ct for ct, var in zip(cotangents, single.outvars, strict=True) if is_inexact(var.aval))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, tracing
-from optax_accum._rows import faults, locality, resized
+from optax_accum._rows import derivatives, faults, locality, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -105,7 +105,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     if kind is Kind.PARTIAL:
         part = partial.part_of(equation, units, values, every)
         return [finished(equation, device.joined(partial.reduction_of(equation).joins, part), store)]
-    has_rule = locality.has_backward(equation)
+    has_rule = derivatives.has_backward(equation)
     if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)

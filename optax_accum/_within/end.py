@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows import locality, resized
+from optax_accum._rows import derivatives, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
@@ -88,7 +88,7 @@ class End:
             return self.cotangents(Given(self.still, [])), None
         given = _chosen(self.still, self.inexact)
         at = is_zero.index(False)
-        if is_zero.count(False) != 1 or given[at].shape or any(map(locality.has_backward, self.loop.equations)):
+        if is_zero.count(False) != 1 or given[at].shape or any(map(derivatives.has_backward, self.loop.equations)):
             return None, None  # a rule of the user's may do anything with cotangents: it needs them as they are
         return self._given(
             [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]

@@ -50,8 +50,9 @@ def microbatched(
       A function of the arguments of `fun`, which returns what `fun` does.
 
     Raises:
-      TypeError, ValueError: the function is another program for more rows
-        (it names a number of rows), or none; invalid arguments.
+      TypeError, ValueError: invalid arguments.
+      Exception: what the function raises for twice as many rows; a note
+        says what to do.
 
     Guarantees:
       Known when tracing:
@@ -67,7 +68,9 @@ def microbatched(
       * A sum over rows that later rows need (BatchNorm) ends a loop; what
         crosses to the next loop is kept for all rows, or recomputed.
       * An operation that is not known runs on all rows: right, without
-        saving memory. `explain` names it.
+        saving memory. `explain` names it. So do lines that are another
+        program for more rows; with mutable arrays, or where nothing of the
+        two programs is alike, the whole function does, with a warning.
       * A rule of your own (`jax.custom_vjp`) that does not treat rows one
         by one, a clip of a parameter's gradient say: runs on all rows.
       * Callbacks and `jax.debug.print` run once, on all rows.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core.equations import has_loop
-from optax_accum._rows import locality
+from optax_accum._rows import derivatives
 from optax_accum._rows.levels import Kind, Loop
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._within import by_level
@@ -157,7 +157,7 @@ def one_pass(traced: TracedCall) -> OnePass | None:
         return None
     if any(levels.kinds[equation] is Kind.MADE and has_loop(equation.single) for equation in before):
         return None  # it would run in each micro-batch
-    if any(locality.has_backward(equation) for equation in before):
+    if any(derivatives.has_backward(equation) for equation in before):
         return None  # a rule for the gradient of a parameter, a clip say, takes the whole of it
     store = Store(traced.units, traced.device, dict(zip(levels.program.inputs, traced.values, strict=True)))
     for equation in first.once:

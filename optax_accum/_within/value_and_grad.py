@@ -129,8 +129,10 @@ def value_and_grad(
       `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
-      TypeError, ValueError: invalid arguments, when you build or trace; a
-        loss that is another program for more rows.
+      TypeError, ValueError: invalid arguments, when you build or trace.
+      Exception: what the loss raises for 2n rows, if it does: it is traced
+        for n rows and for 2n, to find the axes that hold rows. A note says
+        what to do.
 
     Guarantees:
       Known when tracing:
@@ -145,6 +147,13 @@ def value_and_grad(
         rows have in the whole batch. Other generators draw for all rows.
       * Rows that k does not divide: the last micro-batches are filled up
         with rows that count for nothing.
+      * Rows that parameters make (a class token that is tiled, `p[:n]`):
+        each micro-batch takes those at its own places.
+      * Lines that are another program for 2n rows (`if n % 2`,
+        `lax.associative_scan`): they run on all rows. Where the two programs
+        have nothing in common, or the loss has mutable arrays of its own
+        (`jax.new_ref`), all of it does: exact, with a warning that names the
+        line, and no memory is saved; with `devices` or `statistics` an error.
       * A batch that is split already, [k, m, ...]: `fun` takes it as k rows
         (`jax.vmap` over them, and a mean).
       * `Devices(to="partial")`: each device has a batch of its own.
@@ -173,9 +182,9 @@ def value_and_grad(
         special case.
       * Called outside `jit`: the micro-batches run one after the other.
         `fun` is traced all the same; if it looks at values, which no trace
-        has, its micro-batches are weighed by their rows. Gradients are
-        added after the backward pass. Nothing is compiled, but with
-        `devices`, where every call is: use `jit`.
+        has, all rows run at once, with a warning that names the line.
+        Gradients are added after the backward pass. Nothing is compiled, but
+        with `devices`, where every call is: use `jit`.
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays
