@@ -138,6 +138,30 @@ def ppo(random: Random, rows: int, width: int) -> Model:
     return Model(loss, params, batch | {"log_prob": -4 + normal(random, rows, scale=0.3)})
 
 
+def recurrent(random: Random, rows: int, width: int) -> Model:
+    """A recurrent network with a learned first state for all sequences, whose padding leaves the state as it was."""
+    time, inputs = 8, 4
+    params = {
+        "first": normal(random, width, scale=0.3),
+        "in": normal(random, inputs, width),
+        "h": normal(random, width, width),
+        "out": dense(random, width, 10),
+    }
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        def step(h: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            new = jnp.tanh(x[0] @ params["in"] + h @ params["h"])
+            return jnp.where(x[1][:, None] < batch["length"][:, None], new, h), None
+
+        x = batch["x"].swapaxes(0, 1)
+        places = jnp.broadcast_to(jnp.arange(time)[:, None], x.shape[:2])
+        h, _ = jax.lax.scan(step, jnp.tile(params["first"][None], (x.shape[1], 1)), (x, places))
+        return optax.softmax_cross_entropy_with_integer_labels(mlp(params["out"], h), batch["label"]).mean()
+
+    batch = {"x": normal(random, rows, time, inputs, scale=1), "label": integers(random, 10, rows)}
+    return Model(loss, params, batch | {"length": 1 + integers(random, time, rows)})
+
+
 def dlrm(random: Random, rows: int, width: int) -> Model:
     """DLRM: bags of embeddings, of which some places are empty, and the products of all pairs of features."""
     tables, words, bag = 3, 40, 4
@@ -285,6 +309,7 @@ MODELS: dict[str, Maker] = {
     "ResNet, exact BatchNorm": resnet,
     "VAE, learned prior": vae,
     "PPO, learned log_std": ppo,
+    "RNN, learned first state": recurrent,
     "DLRM": dlrm,
     "graph network": graphs,
     "RealNVP, learned scales": flow,
