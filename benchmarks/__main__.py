@@ -40,6 +40,7 @@ KINDS = {
     "features": "counts",
     "loops": "counts",
     "losses": "counts",
+    "models": "counts",
     "verify_step": "counts",
     "verify_numpy": "counts",
 }  # all else is timed

@@ -94,6 +94,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
     "packing": ("docs/tokens.md", packing),
     "micro_step": ("docs/benchmarks.md", micro_step),
     "any_loss": ("docs/any_loss.md", _as_printed("any_loss")),
+    "models": ("docs/any_loss.md", _as_printed("models")),
     "batch_norm": ("docs/flax.md", batch_norm),
 }
 

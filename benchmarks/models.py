@@ -1,0 +1,62 @@
+"""Public models restated small, whole and in micro-batches of one call: error of the gradient, and memory.
+
+Run `python -m benchmarks.models`. Nothing is declared of a model. `tests/rows/test_models.py` has them smaller.
+"""
+
+import argparse
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import optax_accum
+from benchmarks import _measure, _models, _transformers
+from benchmarks._models import Maker, Model
+
+ROWS, K, WIDTH = 256, 16, 64
+TOLERANCE = 1e-4  # of the largest entry of all gradients
+NOTES = f"""\
+{ROWS} rows, k = {K}, width {WIDTH}, float32. Error: the largest difference from `jax.value_and_grad` of the whole
+batch, of the largest entry of its gradient, and from what else the loss returns. Memory: temporary memory of the
+compiled program."""
+MODELS: dict[str, Maker] = _transformers.MODELS | _models.MODELS
+
+
+def made(name: str, rows: int, width: int) -> Model:
+    """Returns a model that is the same in each run."""
+    return MODELS[name](np.random.default_rng(zlib.crc32(name.encode())), rows, width)
+
+
+def measured(name: str) -> tuple[str, ...]:
+    """Returns a row of the table, after both ways gave the same value, gradient and `aux`."""
+    loss, params, batch, args, has_aux = made(name, ROWS, WIDTH)
+    ways = jax.value_and_grad(loss, has_aux=has_aux), optax_accum.value_and_grad(loss, K, has_aux=has_aux)
+    programs = [jax.jit(way).lower(params, batch, *args).compile() for way in ways]
+    whole, ours = (program(params, batch, *args) for program in programs)
+    error = difference(ours, whole)
+    if not error <= TOLERANCE:
+        raise SystemExit(f"{name}: another gradient, {error:.1e}.")
+    memory = [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB" for program in programs]
+    return name, f"{error:.0e}", *memory
+
+
+def difference(ours: Any, whole: Any) -> float:
+    """Returns the largest difference: of gradients, over the largest entry of all; of each other leaf."""
+    (our_value, our_grads), (value, grads) = ours, whole
+    scale = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+    apart = jax.tree.map(lambda a, b: float(abs(a - b).max()) / scale, our_grads, grads)
+    return max(_measure.relative_difference(our_value, value), *jax.tree.leaves(apart))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    tqdm.write(_measure.header("Public models", NOTES))
+    table = [("model", "error", "memory, whole batch", f"memory, k = {K}")]
+    tqdm.write(_measure.markdown([*table, *(measured(name) for name in tqdm(MODELS, leave=False, disable=None))]))
+
+
+if __name__ == "__main__":
+    _measure.command(main)
