@@ -11,6 +11,7 @@ from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
 from optax_accum._rows import derivatives, locality
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, Stage
+from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
@@ -105,7 +106,8 @@ class _Division:
             view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
         if view.has_rows:
             if locality.is_local(view) and not equation.differs:
-                return Kind.LOCAL
+                repeats_rule = self.recomputes and any(nonlinear_rules(equation.single))
+                return Kind.WHOLE if repeats_rule else Kind.LOCAL
             return Kind.PARTIAL if self._is_partial(equation) else Kind.WHOLE
         if view.makes_rows:
             is_made_again = locality.is_alike(view) or locality.is_positional(view)
@@ -199,12 +201,20 @@ class _Division:
         if value not in self.origins:
             self.origins[value] = [value]
             equation = self.made.get(value)
-            if equation is not None and value in self.model and is_cheap(equation.single):
+            # A rule that is not linear, a clip, takes the cotangents of all loops at once.
+            may_repeat = (
+                equation is not None and is_cheap(equation.single) and not any(nonlinear_rules(equation.single))
+            )
+            if equation is not None and value in self.model and may_repeat:
                 origins = dict.fromkeys(origin for taken in equation.ins for origin in self._origins(taken))
                 rows = [each for each in origins if each in self.made and each in self.model and each.axis is not None]
                 if len(rows) <= MOST_ORIGINS and all(size_of(each) <= size_of(value) for each in rows):
                     self.origins[value] = rows
         return self.origins[value]
+
+    def _may_repeat(self, equation: Equation) -> bool:
+        """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
+        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single))
 
     def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
         """The equations that make values which are not there yet."""

@@ -76,7 +76,7 @@ def _of_equation(eqn: Any, ins: Sorts) -> Sorts:
     elif name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
         outs = _sorts(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
-        outs = [_of_operation(name, ins)] * len(eqn.outvars)
+        outs = [_of_operation(eqn, ins)] * len(eqn.outvars)
 
     def exact(var: Any) -> Any:
         return not jnp.issubdtype(var.aval.dtype, jnp.inexact)
@@ -103,11 +103,11 @@ def _together(ins: Sorts) -> Sort:
     return sorts.pop() if len(sorts) == 1 else Sort.OTHER
 
 
-def _of_operation(name: str, ins: Sorts) -> Sort:
+def _of_operation(eqn: Any, ins: Sorts) -> Sort:
     """The result of an operation that is linear in some of its operands, if the others are fixed."""
     zero = {place for place, sort in enumerate(ins) if sort is Sort.ZERO}
     fixed = {place for place, sort in enumerate(ins) if sort is Sort.FIXED}
-    groups = known(name).linear_groups(len(ins))
+    groups = known(eqn.primitive.name).linear_groups(eqn)
     if any(group <= zero for group in groups):
         return Sort.ZERO
     if len(zero) + len(fixed) == len(ins):

@@ -72,7 +72,7 @@ def _is_map_over_rows(view: View) -> bool:
     Its body sees one row, so nothing in it may grow with the number of rows.
     """
     consts, carried = compilers.sizes_of_scan(view.single)
-    alike = _are_free(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
+    alike = are_free(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
     over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
     return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
 
@@ -145,10 +145,11 @@ def _is_free(view: View) -> bool:
     if view.asks_rules and view.name.startswith("custom_vjp_call"):
         return False
     pairs = programs_inside(view.single, view.double)
-    return view.has_same_sizes and all(_are_free(*pair, view.rows, view.asks_rules) for pair in pairs)
+    return view.has_same_sizes and all(are_free(*pair, view.rows, view.asks_rules) for pair in pairs)
 
 
-def _are_free(single: Any, double: Any, rows: Rows, asks_rules: bool) -> bool:
+def are_free(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
+    """Whether two programs are the same, and have nothing to do with rows."""
     (of_single, _), (of_double, _) = compilers.opened(single), compilers.opened(double)
     variables = [[var.aval for var in (*each.constvars, *each.invars)] for each in (of_single, of_double)]
     try:
@@ -224,7 +225,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
             if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks_rules=False):
                 return False
         elif of_sums:
-            groups = row.linear_groups(len(a.invars))
+            groups = row.linear_groups(a)
             is_linear = any(
                 of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
             )
@@ -236,7 +237,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
             sums.update(a.outvars)
         elif not _is_free_or_local(view):
             return False
-        elif (0,) in row.linear and len(a.invars) == 1 and is_zero(a.invars[0]):
+        elif row.linear_groups(a) and len(a.invars) == 1 and is_zero(a.invars[0]):
             zeros.update(a.outvars)
 
     def may_leave(single: Any, double: Any) -> bool:

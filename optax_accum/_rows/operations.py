@@ -4,25 +4,24 @@ A rule takes an operation and the forms of its operands, and returns the form of
 separate and nothing else is known, as for an operation without a rule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp
 
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.reading import Reading
-from optax_accum._rows.registry import REST, Group, known
+from optax_accum._rows.registry import known
 
 SMALL = 1e-3  # the largest number that may be added to a denominator to keep it from zero
 
 Rule = Callable[[Reading, Equation, Sequence[Form]], Form | None]
 
 
-def _linear(group: Group) -> Rule:
+def _linear(places: Collection[int]) -> Rule:
     """The rule of an operation that is linear in these operands together."""
 
     def rule(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-        places = set(group(len(forms)) if callable(group) else group)
         others = [form for place, form in enumerate(forms) if place not in places]
         if not all(form.is_plain for form in others):
             return None
@@ -117,7 +116,7 @@ def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form
     """A choice by row; or by a test whether a denominator is zero, if the other case is a number."""
     test = reading.tests.get(equation.ins[0])
     if test is None:
-        return _linear(REST[0])(reading, equation, forms)
+        return _linear(range(1, len(forms)))(reading, equation, forms)
     left = [place for place, value in enumerate(equation.ins) if place and not reading.is_fixed(value)]
     if len(left) != 1 or left[0] != 1 + test.case:
         return None
@@ -151,7 +150,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def rule_of(name: str) -> Rule | None:
+def rule_of(equation: Equation) -> Rule | None:
     """The rule of an operation: its own, or that of one that is linear in some operands."""
-    linear = known(name).linear
-    return RULES.get(name) or (_linear(linear[0]) if linear else None)
+    groups = known(equation.name).linear_groups(equation.single)
+    return RULES.get(equation.name) or (_linear(groups[0]) if groups else None)

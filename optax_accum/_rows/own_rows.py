@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,11 @@ from optax_accum._rows.traces import COUPLED, Rows
 Made = Mapping[Any, Any]  # from a value to the equation that makes it
 
 
-class OwnRows(NamedTuple):
-    """The same operation as a function of these values: the indices of rows are not among them."""
+def of_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    """A gather or a scatter as a batched one, a function, and the values that it takes.
 
-    fun: Callable[..., Any]
-    ins: Sequence[Any]
-
-
-def of_own_rows(equation: Any, before: Sequence[Any]) -> OwnRows | None:
-    """A gather or a scatter as a batched one; None unless each row takes itself. `before`: the equations before it."""
+    None unless each row takes itself. `before`: the equations before it.
+    """
     if equation.name not in ("gather", *_SCATTERS) or None in (value.axis for value in equation.ins):
         return None
     operand, indices, *updates = equation.ins
@@ -38,7 +34,7 @@ def of_own_rows(equation: Any, before: Sequence[Any]) -> OwnRows | None:
     if not others or not _numbers_rows(rows, operand.aval.shape[operand.axis], equation.rows, made):
         return None
     along = _batched(numbers, operand.axis, indices.axis, _FIELDS[bool(updates)])
-    return OwnRows(functools.partial(_run, equation, along), [operand, *updates, *others])
+    return functools.partial(_run, equation, along), [operand, *updates, *others]
 
 
 _FIELDS = (  # of a gather's, and of a scatter's dimension numbers

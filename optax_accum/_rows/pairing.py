@@ -17,6 +17,7 @@ from optax_accum._rows import locality
 from optax_accum._rows.own_rows import of_own_rows
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.running_sums import of_running_sums
 from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, axis_of, view_of
 
 
@@ -96,12 +97,11 @@ class _Pairing:
             return False
         outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view_of(a, b, self.rows).outs, strict=True)]
         equation = Equation(a, b, ins, outs, self.rows, caller)
-        own = of_own_rows(equation, self.equations)
-        if own is not None:
-            single, double = (
-                jax.make_jaxpr(own.fun)(*(_type(value, self.rows, size) for value in own.ins)) for size in self.rows
-            )
-            outs = self.inlined(single, double, own.ins, equation)
+        rewritten = of_own_rows(equation, self.equations) or of_running_sums(equation)
+        if rewritten is not None:
+            fun, values = rewritten
+            single, double = (jax.make_jaxpr(fun)(*(_type(v, self.rows, size) for v in values)) for size in self.rows)
+            outs = self.inlined(single, double, values, equation)
         elif _is_inlined(equation):
             before = len(self.equations)
             try:

@@ -104,7 +104,7 @@ register("pcast pvary", local=rules.on_one_axis, linear=FIRST)
 register("psum psum_invariant", linear=TOGETHER)
 register("bitcast_convert_type", local=rules.bitcast)
 
-register("gather", local=rules.gather, linear=FIRST)
+register("gather", local=rules.gather, linear=FIRST, is_affine=lambda equation: bool(equation.params["fill_value"]))
 register("scatter-add", local=rules.scatter, partial=Reduction(rules.scattered, part=_added), linear=((0, 2),))
 register("scatter", local=rules.scatter, linear=((0, 2),))
 register("scatter-max scatter-min scatter-mul scatter-sub", local=rules.scatter)

@@ -35,7 +35,7 @@ from optax_accum._rows.traces import equal
 class Reading:
     """One reading of a program: the form of each of its values."""
 
-    def __init__(self, levels: Levels, rule_of: Callable[[str], Any]):
+    def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any]):
         self.levels, self.model, self.rows, self.rule_of = levels, levels.model, levels.program.rows, rule_of
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
@@ -134,7 +134,7 @@ class Reading:
             return self._reduced(equation, forms)
         if kind is Kind.MADE and not _draws(equation):
             return self._failed(equation, "depends on the place of a row in its batch")
-        rule = self.rule_of(equation.name)
+        rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
 

@@ -80,6 +80,7 @@ class Known:
       alike: whether an equation without rows makes rows that are all alike.
       positional: how it makes rows by their places.
       linear: groups of operands; it is linear in each group if the other operands are fixed.
+      is_affine: whether an equation of it adds a constant, and is thus linear in none.
       is_cheap: whether it costs less to run it again than to keep its result for all rows.
     """
 
@@ -88,10 +89,14 @@ class Known:
     alike: Rule = _nothing
     positional: Positional | None = None
     linear: Sequence[Group] = ()
+    is_affine: Callable[[Any], bool] = _nothing
     is_cheap: bool = False
 
-    def linear_groups(self, count: int) -> list[frozenset[int]]:
-        """The groups of its operands, of which there are `count`."""
+    def linear_groups(self, equation: Any) -> list[frozenset[int]]:
+        """The groups of operands in which an equation is linear."""
+        if self.is_affine(equation):
+            return []
+        count = len(equation.invars)
         return [frozenset(group(count) if callable(group) else group) for group in self.linear]
 
 

@@ -15,7 +15,7 @@ COUPLED = -1  # in place of an axis: rows along several axes, or along one in an
 
 
 # Parameters that may differ with the number of rows: sizes, and programs, which are looked into.
-_SIZES = frozenset(["length", "limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"])
+_SIZES = frozenset(["length", "limit_indices", "new_sizes", "reps", "shape", "sizes", "slice_sizes"])
 _PROGRAMS = frozenset(
     [
         *("branches", "bwd", "body_jaxpr", "call_jaxpr", "cond_jaxpr", "ctx_mesh", "debug_info", "ft_in", "ft_out"),

@@ -715,6 +715,26 @@ def test_a_loss_for_one_number_of_rows():
     assert "take sizes from the batch" in "".join(error.value.__notes__)
 
 
+@pytest.mark.parametrize("crossing", ["save", *sweep(["recompute"])])
+@pytest.mark.parametrize("product", [True, *sweep([False])])
+def test_a_rule_that_is_not_linear_takes_the_cotangents_of_all_loops(crossing, product):
+    """A clip of the gradient of rows that two loops take; a cheap function is made again in each."""
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x * 1.0
+
+    clipped.defvjp(lambda x: (clipped(x), None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+    def loss(p, b):
+        hidden = clipped(b["x"] @ p["w"] if product else b["x"] * p["b"][None])
+        return jnp.mean((hidden - jnp.mean(hidden)) ** 3)
+
+    want = jax.value_and_grad(loss)(*values())
+    got = jax.jit(optax_accum.value_and_grad(loss, 4, crossing=crossing))(*values())
+    assert farthest(got, want) < 1e-5
+
+
 def test_an_assertion_about_the_number_of_rows_says_what_to_do():
     def loss(p, b):
         assert len(b["x"]) == 12
