@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
-from optax_accum._rows.forms import NONE, TAKES, Reason, Sum, Term
+from optax_accum._rows.forms import NONE, TAKES, Extreme, Reason, Sum, Term, extremes_of
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import rule_of
 from optax_accum._rows.places import Place
@@ -69,6 +69,8 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
     reading = Reading(levels, rule_of)
     form = reading.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
+    for extreme in (each for term in apart for each in extremes_of(term.powers)):
+        form = form.because(Reason(str(extreme), extreme.by.place, True))
     found = [_denominator(reading, others, term) for term in form.sums]
     if form.reasons:
         return Found((), _one_a_line(form.reasons))
@@ -99,7 +101,7 @@ def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
     """One reason for each line, sorted by line. That rows take a sum says most, so it comes before others."""
     by_line: dict[Place, Reason] = {}
-    for reason in sorted(reasons, key=lambda reason: not reason.text.startswith(TAKES)):
+    for reason in sorted(reasons, key=lambda reason: (not reason.is_certain, not reason.text.startswith(TAKES))):
         by_line.setdefault(reason.place, reason)
     return tuple(by_line[place] for place in sorted(by_line))
 
@@ -109,11 +111,14 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
     powers, sums = term.powers, term.sources
     if powers == NONE:
         return Denominator(None, sums)
+    for extreme in extremes_of(powers):
+        return Reason(f"each row takes {extreme}", extreme.by.place, True)
     [(by, exponent), *more] = powers
     if more or exponent != -1:
         return Reason("a sum over rows that several counts divide, or multiply", sums[0].place, True)
-    if not isinstance(by, Sum):
+    if isinstance(by, str):
         return Denominator(by, sums)
+    assert isinstance(by, Sum)  # there is no extreme among them
     makes, inputs = reading.form(by.value).sums[0].sources[0], reading.inputs.get(by.value, frozenset())
     for place in inputs:
         if others[place] is not None:
@@ -141,6 +146,10 @@ def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tupl
     return tuple(equation for equation in reading.levels.program.equations if equation in needed)
 
 
+def _as_sum(base: Sum | Extreme) -> Sum:
+    return base if isinstance(base, Sum) else Sum(base.value, NONE)
+
+
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
     makers = {value: equation for equation in program.equations for value in equation.outs}
     env = dict(zip(program.inputs, values, strict=True))
@@ -162,6 +171,6 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
     count = jnp.reshape(read(of.value), ())
     count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
     for base, exponent in of.powers:
-        by = _value_of(base, program, values) if isinstance(base, Sum) else program.rows[0]
+        by = program.rows[0] if isinstance(base, str) else _value_of(_as_sum(base), program, values)
         count = count / by**exponent
     return count

@@ -8,7 +8,7 @@ from optax_accum._rows.places import Place
 from optax_accum._rows.program import Equation, Value
 
 ROWS = "rows"  # the number of rows, among powers
-Powers = frozenset[tuple["str | Sum", int]]
+Powers = frozenset[tuple["str | Sum | Extreme", int]]
 NONE: Powers = frozenset()
 TAKES = "each row takes a"  # the beginning of a reason
 
@@ -19,6 +19,17 @@ class Sum:
 
     value: Value
     powers: Powers
+
+
+@dataclasses.dataclass(frozen=True)
+class Extreme:
+    """The largest, or the smallest, of all rows: a value of the program, made by an equation."""
+
+    value: Value
+    by: Equation
+
+    def __str__(self) -> str:
+        return "the smallest of all rows" if self.by.name == "reduce_min" else "the largest of all rows"
 
 
 class Reason(NamedTuple):
@@ -114,6 +125,10 @@ def added(forms: Iterable[Form]) -> Form:
 def summed(form: Form, by: Equation) -> Form:
     """The sum of a value over its rows, made by one reduction."""
     return added([form._replace(terms=tuple(term._replace(is_sum=True, sources=(by,)) for term in form.terms))])
+
+
+def extremes_of(powers: Powers) -> list[Extreme]:
+    return [by for by, _ in powers if isinstance(by, Extreme)]
 
 
 def name_of(term: Term) -> str:

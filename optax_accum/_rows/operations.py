@@ -7,12 +7,15 @@ separate and nothing else is known, as for an operation without a rule.
 from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
+from optax_accum._rows.locality import programs_inside
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.reading import Reading
 from optax_accum._rows.registry import known
 
+LARGE = 1e6  # the smallest number that is taken for a bound which no denominator reaches
 SMALL = 1e-3  # the largest number that may be added to a denominator to keep it from zero
 
 Rule = Callable[[Reading, Equation, Sequence[Form]], Form | None]
@@ -74,11 +77,12 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
     return Form().because(*form.reasons, *by.reasons, Reason(text, by.sums[0].sources[0].place, is_certain=True))
 
 
-def _integer_power(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _power(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
     scalar = reading.scalar(equation.ins[0])
-    if scalar is None:
+    exponent = equation.single.params["y"] if equation.name == "integer_pow" else reading.literal(equation.ins[1])
+    if scalar is None or exponent is None or exponent != int(exponent):
         return None
-    powers, guards = power(scalar, equation.single.params["y"]), reading.guards_of(equation.ins[0])
+    powers, guards = power(scalar, int(exponent)), reading.guards_of(equation.ins[0])
     return Form((Term(powers, guards=guards),), forms[0].reasons)
 
 
@@ -90,6 +94,15 @@ def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> For
     return None
 
 
+def _smallest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """The smaller of two: a large number bounds a denominator that never reaches it."""
+    for place, value in enumerate(equation.ins):
+        bound = reading.literal(equation.ins[1 - place])
+        if reading.scalar(value) is not None and bound is not None and bound >= LARGE:
+            return _guarded(reading, equation, place, forms)
+    return None
+
+
 def _least(reading: Reading, value: Value) -> float:
     """The largest number that keeps a sum from zero: 1 for a count; less for a mean, as a mask's is less than 1."""
     return SMALL if reading.form(value).terms[0].powers else 1
@@ -97,6 +110,10 @@ def _least(reading: Reading, value: Value) -> float:
 
 def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A comparison: with a number it may be the test of a guard. There is at least one row."""
+    if _asks_finite(reading, equation):
+        tested = equation.ins[0]
+        reading.tests[equation.outs[0]] = Test(reading.same.get(tested, tested), 0, is_exact=False)
+        return Form()
     if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
         return Form()
     for value, other, name in ((*equation.ins, equation.name), (*equation.ins[::-1], _TURNED[equation.name])):
@@ -107,6 +124,14 @@ def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
                 case, alone = int(name in ("gt", "ge", "ne")), is_zero != (name in ("ge", "lt"))
                 reading.tests[equation.outs[0]] = Test(reading.same.get(value, value), case, alone)
     return None
+
+
+def _asks_finite(reading: Reading, equation: Equation) -> bool:
+    """Whether a comparison asks if a number is NaN or infinite, as the quotient of two empty sums."""
+    a, b = equation.ins
+    if a.aval.size != 1:
+        return False
+    return (equation.name == "ne" and a is b) or (equation.name == "eq" and reading.literal(b) in (np.inf, -np.inf))
 
 
 _TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
@@ -128,6 +153,21 @@ def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form
     return _guarded(reading, equation, left[0], forms)
 
 
+def _branched(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """A branch by a test whether a denominator is zero, if the other branch returns a number."""
+    index, *operands = equation.ins
+    test = reading.tests.get(reading.orders.index(index))
+    if test is None or len(equation.single.params["branches"]) != 2 or len(equation.outs) != 1:
+        return None
+    outputs = [reading.inside(pair, operands, equation) for pair in programs_inside(equation.single, equation.double)]
+    other, value = outputs[1 - test.case], outputs[test.case]
+    if other is None or value is None or not reading.is_fixed(other):
+        return None
+    form = reading.form(value)
+    counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
+    return form if test.tested in counts and test.is_exact else None
+
+
 def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
     """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form."""
     value = equation.ins[place]
@@ -143,9 +183,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), _product),
     **dict.fromkeys(("eq", "ne", "gt", "ge", "lt", "le"), _compared),
     "convert_element_type": _cast,
+    "cond": _branched,
     "div": _quotient,
-    "integer_pow": _integer_power,
+    "integer_pow": _power,
     "max": _largest,
+    "min": _smallest,
+    "pow": _power,
     "select_n": _chosen,
 }
 

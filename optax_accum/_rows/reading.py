@@ -7,13 +7,17 @@ of a sum is a reason why no weight is found.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_accum._core import compilers
 from optax_accum._rows.forms import (
     ROWS,
     TAKES,
     ZERO,
+    Extreme,
     Form,
     Powers,
     Reason,
@@ -21,6 +25,7 @@ from optax_accum._rows.forms import (
     Term,
     Test,
     added,
+    extremes_of,
     name_of,
     product,
     summed,
@@ -28,15 +33,19 @@ from optax_accum._rows.forms import (
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
+from optax_accum._rows.orders import Orders
+from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.traces import equal
+from optax_accum._rows.traces import COUPLED, equal
 
 
 class Reading:
     """One reading of a program: the form of each of its values."""
 
     def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any]):
-        self.levels, self.model, self.rows, self.rule_of = levels, levels.model, levels.program.rows, rule_of
+        self.levels, self.model, self.rows, self.rule_of = levels, set(levels.model), levels.program.rows, rule_of
+        self.orders = Orders(levels.model)
+        self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
         self.same: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
@@ -48,9 +57,12 @@ class Reading:
 
     def form(self, value: Value) -> Form:
         if value not in self.forms:
-            is_literal = isinstance(value, Constant | Number)
-            self.forms[value] = self._of_literal(value) if is_literal else Form()
+            literal = self.number(value)
+            self.forms[value] = Form() if literal is None else self._of_literal(literal)
         return self.forms[value]
+
+    def number(self, value: Value) -> Constant | Number | None:
+        return value if isinstance(value, Constant | Number) else self.numbers.get(value)
 
     # Numbers
 
@@ -76,8 +88,15 @@ class Reading:
 
     def is_small(self, value: Value, limit: float) -> bool:
         """Whether a value is a literal of at most this size, whatever the number of rows."""
-        value = self.same.get(value, value)
-        return isinstance(value, Number) and self.form(value).is_plain and bool(np.abs(value.number) <= limit)
+        number = self.literal(value)
+        return number is not None and abs(number) <= limit
+
+    def literal(self, value: Value) -> float | None:
+        """The number that a value is, whatever the number of rows; None if it is none."""
+        number = self.number(self.same.get(value, value))
+        if number is None or np.size(number.array) != 1 or not _is_known(number.array):
+            return None
+        return np.asarray(number.array).item() if self.form(value).is_plain else None
 
     def is_count(self, value: Value) -> bool:
         """Whether a value is the number of rows, or in proportion to it."""
@@ -91,6 +110,8 @@ class Reading:
         self.inputs.update(dict.fromkeys(equation.outs, inputs))
         if not of_model:
             self._find_again(equation)
+        if kind is Kind.FREE and self._compute(equation):
+            return
         form = self._of(equation, kind)
         if of_model and any(nonlinear_rules(equation.single)):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
@@ -98,6 +119,39 @@ class Reading:
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
             form = form._replace(reasons=reasons)
         self.forms.update(dict.fromkeys(equation.outs, form))
+
+    def _compute(self, equation: Equation) -> bool:
+        """Computes what small constants decide, as the number of entries of an array, for n rows and for 2 n."""
+        numbers = [self.number(value) for value in equation.ins]
+        small = all(value.aval.size <= MOST_COMPUTED for value in (*equation.ins, *equation.outs))
+        if equation.differs or not numbers or not small or equation.single.effects:
+            return False
+        if any(number is None or number.double is None or not _is_known(number.array) for number in numbers):
+            return False
+        if not all(jnp.issubdtype(value.aval.dtype, np.number) for value in equation.outs):
+            return False
+        with jax.ensure_compile_time_eval():
+            single = compilers.bind(equation.single, [jnp.asarray(number.array) for number in numbers if number])
+            double = compilers.bind(equation.double, [jnp.asarray(number.double) for number in numbers if number])
+        arrays = zip(equation.outs, map(np.asarray, single), map(np.asarray, double), strict=True)
+        self.numbers.update((value, Constant(a, None, b)) for value, a, b in arrays)
+        return True
+
+    def inside(self, programs: tuple[Any, Any], operands: Sequence[Value], caller: Equation) -> Value | None:
+        """Reads a program of one result inside an equation; None if it takes, or makes, rows."""
+        program = paired(*programs, self.rows, caller)
+        if any(equation.view.has_rows or equation.view.makes_rows for equation in program.equations):
+            return None
+        for value, operand in zip(program.inputs, operands, strict=True):
+            self.same[value], self.forms[value] = self.same.get(operand, operand), self.form(operand)
+            self.inputs[value] = self.inputs.get(operand, frozenset())
+            if operand in self.model:
+                self.model.add(value)
+        for equation in program.equations:
+            if not self.model.isdisjoint(equation.ins):
+                self.model.update(equation.outs)
+            self._read(equation, Kind.FREE)
+        return program.outputs[0]
 
     def _find_again(self, equation: Equation) -> None:
         """Notes if an equation repeats an earlier one, or only casts its operand."""
@@ -122,25 +176,41 @@ class Reading:
     def _of(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
+        is_separate, why_not = self.orders.read(equation, kind)
+        if why_not:
+            return self._failed(equation, why_not, is_certain=True)
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
             together = inside_layers(equation, self.levels).coupling
             reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
             return _because(list(map(self.form, equation.ins)), *reasons)
-        if kind is Kind.WHOLE:
+        if kind is Kind.WHOLE and not is_separate:
             return self._failed(equation, f"{equation.name} of all rows at once")
+        if self._is_extreme(equation):
+            extreme = Term(frozenset([(Extreme(equation.outs[0], equation), 1)]))
+            return Form((extreme,), self.form(equation.ins[0]).reasons)
         with_rows = kind not in (Kind.FREE, Kind.MADE)
         forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
         if kind is Kind.PARTIAL:
             return self._reduced(equation, forms)
+        if kind is Kind.WHOLE:  # separate rows in another order; the numbers of rows are their order
+            pairs = zip(equation.ins, forms, strict=True)
+            forms = [Form() if self.orders.numbers_rows(value) else form for value, form in pairs]
         if kind is Kind.MADE and not _draws(equation):
             return self._failed(equation, "depends on the place of a row in its batch")
         rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
 
-    def _failed(self, equation: Equation, text: str) -> Form:
+    def _is_extreme(self, equation: Equation) -> bool:
+        """Whether an equation is the largest, or the smallest, number of all rows."""
+        (operand, *_), (result, *_) = equation.ins or [None], equation.outs or [None]
+        if equation.name not in ("reduce_max", "reduce_min") or operand is None or result is None:
+            return False
+        return operand.axis not in (None, COUPLED) and result.axis is None and result.aval.size == 1
+
+    def _failed(self, equation: Equation, text: str, *, is_certain: bool = False) -> Form:
         """A result that does not add up; reading goes on, to find other reasons."""
-        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place))
+        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
         """A result of which only this is known: separate rows stay separate."""
@@ -150,6 +220,8 @@ class Reading:
         """The reason why an operation on a value that is not plain does not add up."""
         if form.sums:
             return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place)
+        for by in (by for term in form.terms for by in extremes_of(term.powers)):
+            return Reason(f"{equation.name} of {by}", by.by.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
             (term,) = self.form(by.value).sums
             return _taken(term, term.sources[0])
@@ -184,19 +256,19 @@ class Reading:
             return summed(_multiplied(forms), equation)
         if equation.name.startswith("scatter"):
             return added([self.form(equation.ins[0]), summed(_plainly(forms[2], forms[1], equation), equation)])
-        largest = {"reduce_max": "the largest of all rows", "reduce_min": "the smallest of all rows"}
-        return self._failed(equation, largest.get(equation.name, f"{equation.name} of all rows"))
+        return self._failed(equation, f"{equation.name} of all rows")
 
 
 _HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
+MOST_COMPUTED = 64
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
 
 
 def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
     """A result that does not add up: one reason for each line."""
     known = [reason for form in forms for reason in form.reasons]
-    places = {reason.place for reason in known}
-    return Form().because(*known, *(reason for reason in reasons if reason.place not in places))
+    places = {(reason.place, reason.is_certain) for reason in known}
+    return Form().because(*known, *(reason for reason in reasons if (reason.place, reason.is_certain) not in places))
 
 
 def _taken(term: Term, source: Equation) -> Reason:

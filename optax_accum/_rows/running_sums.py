@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._core.equations import is_checkpoint
+from optax_accum._core.equations import is_checkpoint, operands
 from optax_accum._rows import locality
 
 
@@ -33,7 +33,7 @@ class Carried(NamedTuple):
 def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[Any]] | None:
     """A scan over rows as a function, and the values that it takes; None unless it adds to all that it carries."""
     single, double = equation.single, equation.double
-    if equation.name != "scan" or single.params["length"] == double.params["length"]:
+    if equation.name != "scan" or single.params["length"] == double.params["length"] or single.effects:
         return None
     consts, carried = compilers.sizes_of_scan(single)
     along = [value.axis for value in equation.ins]
@@ -57,66 +57,97 @@ def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[A
 def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
     fixed, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
     body, held = compilers.opened(scan.params["jaxpr"])
+    results = list(range(len(body.outvars)))
 
-    def of_row(row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = _evaluated(body, held, [*fixed, *map(Carried, range(carried)), *row])
-        carry, ys = results[:carried], results[carried:]
-        if any(not isinstance(c, Carried) or c.place != i for i, c in enumerate(carry)):
+    def of_rows(wanted: Sequence[int]) -> list[Any]:
+        """The sums, and the other results, at these places among the results of the loop."""
+
+        def of_row(row: Sequence[Any]) -> list[Any]:
+            found = _evaluated(body, held, [*fixed, *map(Carried, range(carried)), *row], wanted)
+            return [added(value, place, body.outvars[place].aval) for place, value in zip(wanted, found, strict=True)]
+
+        def summed(value: Any, place: int) -> Any:
+            return value if place >= carried else start[place] + jnp.sum(value, 0, dtype=start[place].dtype)
+
+        return list(map(summed, jax.lax.map(of_row, list(rows)), wanted))
+
+    def added(value: Any, place: int, kind: Any) -> Any:
+        if isinstance(value, Carried) != (place < carried) or (place < carried and value.place != place):
             raise NotASumError
-        if any(isinstance(y, Carried) for y in ys):
-            raise NotASumError
-        pairs = zip(carry, start, strict=True)
-        return [sum(c.added, jnp.zeros(s.shape, s.dtype)).astype(s.dtype) for c, s in pairs], ys
+        return sum(value.added, jnp.zeros(kind.shape, kind.dtype)).astype(kind.dtype) if place < carried else value
 
-    added, ys = jax.lax.map(of_row, list(rows))
-    return [*(s + jnp.sum(a, 0, dtype=s.dtype) for s, a in zip(start, added, strict=True)), *ys]
+    # A count of tokens, which takes no parameters, is a loop of its own: the batch alone decides it.
+    of_batch = [place for place in results if not _reads(body, place, body.invars[:consts])]
+    others = [place for place in results if place not in of_batch]
+    found = {}
+    for wanted in filter(None, (of_batch, others)):
+        found.update(zip(wanted, of_rows(wanted), strict=True))
+    return [found[place] for place in results]
 
 
-def _evaluated(program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Evaluates a program in which nothing but a sum takes what a loop carries."""
+def _needed(program: Any, wanted: Sequence[int]) -> tuple[list[Any], set[Any]]:
+    """The equations that some results of a program need, and all variables that they read."""
+    read = {program.outvars[place] for place in wanted if isinstance(program.outvars[place], core.Var)}
+    needed: list[Any] = []
+    for equation in reversed(program.eqns):
+        if not read.isdisjoint(equation.outvars):
+            needed.append(equation)
+            read.update(operands(equation))
+    return needed[::-1], read
+
+
+def _reads(program: Any, place: int, variables: Sequence[Any]) -> bool:
+    return not _needed(program, [place])[1].isdisjoint(variables)
+
+
+def _evaluated(
+    program: Any, consts: Sequence[Any], values: Sequence[Any], wanted: Sequence[int] | None = None
+) -> list[Any]:
+    """Evaluates results of a program in which nothing but a sum takes what a loop carries."""
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
+    wanted = range(len(program.outvars)) if wanted is None else wanted
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
-    for equation in program.eqns:
-        operands = list(map(read, equation.invars))
-        env.update(zip(equation.outvars, _of_equation(equation, operands), strict=True))
-    return list(map(read, program.outvars))
+    for equation in _needed(program, wanted)[0]:
+        found = _of_equation(equation, list(map(read, equation.invars)))
+        env.update(zip(equation.outvars, found, strict=True))
+    return [read(program.outvars[place]) for place in wanted]
 
 
-def _of_equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
-    carried = [value for value in operands if isinstance(value, Carried)]
+def _of_equation(equation: Any, values: list[Any]) -> Sequence[Any]:
+    carried = [value for value in values if isinstance(value, Carried)]
     if not carried:
-        return compilers.bind(equation, operands)
+        return compilers.bind(equation, values)
     name = equation.primitive.name
     if name in ("add", "add_any") and len(carried) == 1:
-        (other,) = (value for value in operands if value is not carried[0])
+        (other,) = (value for value in values if value is not carried[0])
         return [carried[0]._replace(added=[*carried[0].added, other])]
     if name == "convert_element_type" and equation.params["new_dtype"] == equation.invars[0].aval.dtype:
         return carried  # what was a Python number
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if name in ("jit", "pjit", "closed_call"):
-        return _evaluated(*compilers.opened(inner), operands)
+        return _evaluated(*compilers.opened(inner), values)
     if is_checkpoint(equation):
-        return _checkpointed(equation, *compilers.opened(inner), operands)
+        return _checkpointed(equation, *compilers.opened(inner), values)
     raise NotASumError
 
 
-def _checkpointed(equation: Any, program: Any, consts: Sequence[Any], operands: list[Any]) -> list[Any]:
+def _checkpointed(equation: Any, program: Any, consts: Sequence[Any], values: list[Any]) -> list[Any]:
     """The same under `jax.checkpoint`, which takes and returns arrays alone."""
     indices: list[int | None] = []
 
-    def inner(values: Sequence[Any]) -> list[Any]:
-        rest = iter(values)
-        mixed = [Carried(v.place) if isinstance(v, Carried) else next(rest) for v in operands]
+    def inner(arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        mixed = [Carried(v.place) if isinstance(v, Carried) else next(rest) for v in values]
         results = _evaluated(program, consts, mixed)
         indices[:] = [result.place if isinstance(result, Carried) else None for result in results]
         return [list(result.added) if isinstance(result, Carried) else result for result in results]
 
     options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
-    results = jax.checkpoint(inner, **options)([v for v in operands if not isinstance(v, Carried)])
-    before = {value.place: value.added for value in operands if isinstance(value, Carried)}
+    results = jax.checkpoint(inner, **options)([v for v in values if not isinstance(v, Carried)])
+    before = {value.place: value.added for value in values if isinstance(value, Carried)}
     return [
         result if index is None else Carried(index, [*before[index], *result])
         for index, result in zip(indices, results, strict=True)
