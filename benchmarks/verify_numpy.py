@@ -1,4 +1,4 @@
-"""What `verify_step` says of loops in NumPy: 31 ways to a fault behind 33 optimizers, and sound ones.
+"""What `verify_step` says of loops in NumPy: 42 ways to a fault behind 33 optimizers, and sound ones.
 
 Run `python -m benchmarks.verify_numpy`; `--loops 60` takes a sample. Nothing is compiled: twice 400 loops take four
 minutes. Of the first 400 a third have no clip, a third clip by norm, a third by value; all others clip by norm. A fault
@@ -192,13 +192,18 @@ class Loop:
     dtype: Any = np.float32
     divides: bool = True
     optimizer_each: bool = False
+    summed: Callable[[Params, int], Params] = lambda acc, k: acc  # of the sum so far, at each micro-step
     guarded: bool = False
     loses: bool = False
+    stays: tuple[str, ...] = ()  # what is not set back to 0 after an update
+    stale: bool = False  # whether gradients are those of the parameters before the last update
+    flushes: bool = True  # whether the last micro-batch of the data makes an update
 
     def __call__(self, every: int) -> Any:
         """Returns the step, what it carries, and the step of a window that ends early."""
         zeros = lambda dtype=np.float32: {name: np.zeros(p.shape, dtype) for name, p in self.params.items()}
         carry: Tree = {"params": self.params, "acc": zeros(self.dtype), "n": 0, "total": 0.0, "calls": 0, "t": 0}
+        carry |= {"old": self.params} if self.stale else {}
         carry |= {slot: zeros() for slot in self.rule.slots} | (
             {"key": jax.random.key(0)} if self.loss == "dropout" else {}
         )
@@ -208,20 +213,21 @@ class Loop:
         """Adds a gradient, and updates where the window closes."""
         n, params, calls = carry["n"] + 1, carry["params"], carry["calls"] + 1
         key = self.key(carry["key"], n) if self.loss == "dropout" else None
-        grads = self.each(gradient(self.loss, params, batch, key))
+        grads = self.each(gradient(self.loss, carry["old"] if self.stale else params, batch, key))
         share = self.weight(self.loss, batch)
         state = {slot: carry[slot] for slot in self.rule.slots}
         t = carry["t"] + 1
         if self.optimizer_each:
             grads, state = self.updated(grads, state, params, t)
         acc = {name: self.join(carry["acc"][name], share * g, n).astype(self.dtype) for name, g in grads.items()}
+        acc = {name: a.astype(self.dtype) for name, a in self.summed(acc, every).items()}
         total = carry["total"] + share
         kept = (
             carry
             | state
             | {"acc": acc, "n": n, "total": total, "calls": calls, "t": t if self.optimizer_each else t - 1}
         )
-        if not (self.closes(n, every) or last):
+        if not (self.closes(n, every) or (last and self.flushes)):
             return kept | {"params": {name: self.held(p) for name, p in params.items()}}
         divisor = total if self.divides else 1.0
         mean = {name: a.astype(np.float64) / divisor * self.factor(n, every) for name, a in acc.items()}
@@ -231,7 +237,9 @@ class Loop:
             updates, new = {name: 0 * p for name, p in params.items()}, state
         moved = {name: (p - updates[name]).astype(np.float32) for name, p in params.items()}
         after = kept | new | {"params": moved, "acc": {name: self.empty(a) for name, a in acc.items()}}
-        return carry if self.loses else after | {"n": 0, "total": 0.0, "t": t}
+        after |= {"old": params} if self.stale else {}
+        after |= {name: start for name, start in (("n", 0), ("total", 0.0)) if name not in self.stays}
+        return carry if self.loses else after | {"t": t}
 
     def updated(self, grads: Params, state: Tree, params: Params, t: int) -> tuple[Params, Tree]:
         """Returns the updates of a gradient, and the new moments."""
@@ -250,6 +258,7 @@ class Plant(NamedTuple):
     within_call: bool = False
     uneven: bool = False
     trims: bool = False
+    least: int = 2  # micro-batches in a window
     moments: bool = False  # whether it takes an optimizer with first moments: without these it is as another rate
 
 
@@ -257,6 +266,7 @@ EQUAL = {"weight": lambda loss, batch: 1.0}
 FIRST = {"join": lambda acc, g, n: acc if n > 1 else g}
 LAST = {"join": lambda acc, g, n: g}
 SUMMED = {"loss": "sum", "divides": False}
+SUMMED_CLIP = EQUAL | {"divides": False, "summed": lambda acc, k: by_norm(0.1, acc)}  # a sum, which the clip holds
 PLANTS = {
     "it never closes": Plant("never closes", {"closes": lambda n, k: False}),
     "it closes late": Plant("closes at another micro-step", {"closes": lambda n, k: n > k}),
@@ -272,7 +282,14 @@ PLANTS = {
     "six tenths": Plant("wrong divisor", {"factor": lambda n, k: 0.6}, moments=True),
     "tokens": Plant("mean of means", EQUAL | {"loss": "tokens"}, {"loss": "tokens"}),
     "rows": Plant("mean of means", EQUAL, uneven=True),
-    "later ones count more": Plant("mean of means", {"join": lambda acc, g, n: acc * 0.7 + g}),
+    "other weights": Plant("wrong weights", {"weight": lambda loss, batch: float(np.exp(batch["gain"][0]))}),
+    "later ones count more": Plant("weighed by place", {"join": lambda acc, g, n: acc * 0.7 + g}),
+    "earlier ones count more": Plant("weighed by place", {"join": lambda acc, g, n: acc + g / n}),
+    "one counts for nothing": Plant("rows left out", {"join": lambda acc, g, n: acc if n == 2 else acc + g}, least=3),
+    "emptied too early": Plant("emptied in mid-window", {"join": lambda acc, g, n: g if n == 2 else acc + g}, least=3),
+    "the first of all tokens": Plant("only the first gradient", FIRST | {"loss": "tokens"}, {"loss": "tokens"}),
+    "the sum by norm": Plant("clipping the running sum", EQUAL | {"summed": lambda acc, k: by_norm(0.1 * k, acc)}),
+    "the undivided sum by norm": Plant("clipping the running sum", SUMMED_CLIP),
     "each by norm": Plant("clipping at each micro-step", {"each": lambda g: by_norm(0.1, g)}),
     "each by value": Plant("clipping at each micro-step", {"each": lambda g: by_value(0.01, g)}),
     "each by leaf": Plant("clipping at each micro-step", {"each": lambda g: by_leaf(0.03, g)}),
@@ -288,10 +305,14 @@ PLANTS = {
     "centred": Plant("coupled examples", {"loss": "centred outputs"}, {"loss": "centred outputs"}),
     "advantages": Plant("coupled examples", {"loss": "normalised advantages"}, {"loss": "normalised advantages"}),
     "sums stay": Plant("not emptied", {"empty": lambda acc: acc}),
+    "the divisor stays": Plant("counter not emptied", {"stays": ("total",)}),
+    "the counter stays": Plant("counter not emptied", {"stays": ("n",)}),
+    "old parameters": Plant("stale parameters", {"stale": True}),
+    "the end is dropped": Plant("short window dropped", {"flushes": False}, uneven=True),
     "rows are dropped": Plant("rows left out", {}, within_call=True, uneven=True, trims=True),
 }
 # A gradient that a micro-step changes, or a loss that couples rows, is in the reference, too: there it does no harm.
-BOTH = {"each"}
+BOTH = {"each", "summed", "weight"}
 SOUND: tuple[dict[str, Any], ...] = (
     {"loss": "rows"},
     {"loss": "tokens"},
@@ -315,12 +336,13 @@ class Problem:
 def problem(number: int, what: str | None, clip: str = "", attempt: int = 0, hidden: int = 5) -> Problem:
     """Returns the loop of that number, with a fault or sound."""
     random = np.random.default_rng([number, attempt])
+    plant = PLANTS[what] if what else None
     k, d, out = int(random.choice((2, 3, 4, 5))), int(random.choice((4, 6))), int(random.choice((3, 4)))
+    k = max(k, plant.least) if plant else k
     rows = k * int(random.choice((2, 3, 4)))
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     params = {"w": draw(d, hidden) / 2, "b": 0.1 * draw(hidden), "v": draw(hidden, out) / 2}
     batch = {"x": draw(rows, d), "y": 2 * draw(rows, out), "mask": np.exp(draw(rows)), "gain": 1 + draw(rows)}
-    plant = PLANTS[what] if what else None
     rules = [name for name, rule in RULES.items() if "m" in rule.slots or not (plant and plant.moments)]
     rule = rules[(number // len(rules) * 3 + number + attempt) % len(rules)]
     clip = clip or str(random.choice(list(CLIPS)))

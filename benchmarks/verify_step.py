@@ -164,12 +164,18 @@ RARE_OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 def setting(
-    random: Random, number: int, optimizers: tuple[str, ...] = tuple(OPTIMIZERS), *, few: bool = False, **options: Any
+    random: Random,
+    number: int,
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS),
+    *,
+    few: bool = False,
+    least: int = 2,
+    **options: Any,
 ) -> Setting:
     """Returns a setting of random sizes, or of four parameters."""
     width, hidden, out = random.choice((4, 5, 6)), random.choice((5, 7)), random.choice((3, 4))
     width, hidden, out = (1, 1, 1) if few else (width, hidden, out)
-    every = int(random.choice((2, 3, 4, 5)))
+    every = max(least, int(random.choice((2, 3, 4, 5))))
     rows = every * int(random.choice((2, 3, 4)))
     normal = lambda *shape: jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
     params = {
@@ -208,34 +214,44 @@ class Loop:
     finite: bool = False  # whether an update that is not finite is left out
     average: bool = False  # whether the window's state holds an average of the parameters
     early: bool = False  # whether that moves at each micro-step
+    summed: Callable[[Tree, int], Tree] = lambda acc, k: acc  # of the sum so far
+    stays: tuple[str, ...] = ()  # what an update does not set back to 0
+    stale: bool = False  # whether gradients are those of the parameters before the last update
+    flushes: bool = True  # whether the last micro-batch of the data makes an update
     cut: Callable[[Any, int], Any] = lambda x, k: x  # the rows of an array of the batch that a scan takes
 
     def start(self) -> Tree:
-        """Returns the accumulator, its weight, the number of the micro-step, that of calls, and an average."""
+        """Returns the accumulator, its weight, the numbers of the micro-step and of calls, an average, old ones."""
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, self.dtype), self.s.params)
-        return zeros, jnp.float32(0), jnp.int32(0), jnp.int32(0), self.s.params if self.average else None
+        average, old = (self.s.params if kept else None for kept in (self.average, self.stale))
+        return zeros, jnp.float32(0), jnp.int32(0), jnp.int32(0), average, old
 
     def micro_step(self, params: Tree, state: Tree, window: Tree, batch: Tree, key: Any, last: Any = False) -> Any:
         """Adds a gradient, and updates where the window closes."""
-        acc, total, n, calls, average = window
+        acc, total, n, calls, average, old = window
         update, before = self.s.optimizer.update, (params, state, window)
-        grads = self.gradient(jax.grad(self.s.loss)(params, batch, self.key(key, n)))
+        grads = self.gradient(jax.grad(self.s.loss)(old if self.stale else params, batch, self.key(key, n)))
         w = self.weight(self.s, batch)
         if self.each:
             grads, state = update(grads, state, params)
         acc = self.join(acc, jax.tree.map(lambda g: (w * g).astype(self.dtype), grads), n)
-        total, closes = total + w, self.closes(n, self.every) | last
+        acc = self.summed(acc, self.every)
+        total, closes = total + w, self.closes(n, self.every) | (last & self.flushes)
         mean = jax.tree.map(lambda a: a.astype(jnp.float32) / total * self.factor(n + 1, self.every), acc)
         updates, new = (mean, state) if self.each else update(mean, state, params)
         updates = jax.tree.map(lambda u: self.rate(calls, self.every) * u, updates)
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
         emits = closes & finite if self.finite else closes
         pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(emits, a, b), new, old)
+        old = pick(params, old) if self.stale else None
         params = pick(optax.apply_updates(params, updates), self.held(params))
         state = state if self.each else pick(new, state)
         moved = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, params if self.average else None)
         average = jax.tree.map(lambda new, old: jnp.where(closes | self.early, new, old), moved, average)
-        window = self.empty(acc, closes), jnp.where(closes, 0, total), jnp.where(closes, 0, n + 1), calls + 1, average
+        total, n = (
+            jnp.where(closes & (name not in self.stays), 0, of) for name, of in (("total", total), ("n", n + 1))
+        )
+        window = self.empty(acc, closes), total, n, calls + 1, average, old
         return before if self.loses else (params, state, window)
 
 
@@ -454,6 +470,23 @@ def fault(kind: str, number: int, *, few: bool = False, rare: bool = False) -> P
             return plant(
                 factor=lambda n, k: 1 / n, of={"masked": turn(True, False)}, options={"uneven": turn(False, True)}
             )
+        case "short window dropped":
+            return plant(styles=ACROSS, flushes=False)
+        case "emptied in mid-window":
+            anew = lambda a, b, n: jnp.where(n == 1, b, a + b)
+            return plant(join=join(anew), of={"least": 3, "optimizers": UNCLIPPED})
+        case "wrong weights":
+            return plant(weight=lambda s, b: jnp.exp(b["x"][0, 0]), of={"optimizers": UNCLIPPED})
+        case "weighed by place":
+            add = turn(lambda a, b, n: 0.7 * a + b, lambda a, b, n: a + b / (n + 1))
+            return plant(join=join(add), of={"optimizers": UNCLIPPED})
+        case "clipping the running sum":
+            clip = lambda acc, k: optax.clip_by_global_norm(0.05 * k).update(acc, optax.EmptyState())[0]
+            return plant(weight=lambda s, b: 1.0, summed=clip, of={"optimizers": UNCLIPPED})
+        case "counter not emptied":
+            return plant(styles=ACROSS, one={}, stays=turn(("total",), ("n",)), of={"optimizers": MOMENTS})
+        case "stale parameters":
+            return plant(styles=ACROSS, one={}, stale=True, of={"optimizers": MOMENTS})
         case "divided by the full k":
             return plant(styles=ACROSS, factor=lambda n, k: n / k, of={"optimizers": UNCLIPPED})
         case "sum for a mean":

@@ -79,6 +79,18 @@ class StepErrors(StepRuns):
         first, e = mean(self.ones[0]), self.explanations
         return min(e.distance(other, first, slot) for slot in e.slots) > e.loose
 
+    def jumps(self) -> str:
+        """Says that rounding alone moves the whole batch's update so far; or ""."""
+        first, rows, e = mean(self.ones[0]), self.even_rows[0], self.explanations
+
+        def nudge(number: int) -> float:
+            (other,) = self.changes(self.one, [nudged(self.of(rows), number)])
+            return min(e.distance(mean(other), first, slot) for slot in e.slots)
+
+        off = max(map(nudge, range(1, 5)))
+        says = f"The whole batch's own update is off by {off:.2g} if its inputs are off by a few last digits."
+        return says if off > e.loose else ""
+
     def repeats(self) -> bool:
         """Whether a window of equal micro-batches changes the carry as one of them alone does."""
         parts = [self.even()[0]] * self.cut.every

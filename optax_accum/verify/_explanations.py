@@ -41,6 +41,8 @@ class Explanations:
     few: bool  # whether too few entries change to tell one combination of micro-batches from another
     loose: float = NEAR
     fine: float = 0.0  # the distance that rounding may make
+    sizes: list[int] = dataclasses.field(default_factory=list)  # the rows of each micro-batch
+    partial: bool = False  # whether NaN stands for what a clip hides: only the rest is compared
 
     @property
     def near(self) -> float:
@@ -58,7 +60,7 @@ class Explanations:
         moves = [slot for slot in self.slots if np.any(self.vector(self.whole, slot))]
         if not self.few:
             moves = list(filter(self.large, moves)) or moves  # a small one is always some combination
-        fits = self._between if self.few else lambda slot: self.combined(slot)[1] < self.near
+        fits = self._between if self.few or self.partial else lambda slot: self.combined(slot)[1] < self.near
         found = list(filter(fits, moves))
         found = [slot for slot in found if slot != "params"] or found
         return list(filter(self.falls, found)) or list(filter(fits, self.roots)) or found
@@ -89,12 +91,22 @@ class Explanations:
         With `decay` any decay fits, too: no divisor of the gradient changes it, and a rate does.
         """
         a, b, drift = self.vector(found, slot), self.vector(self.whole, slot), self.vector(self.drift, slot)
+        if self.partial:
+            known = np.isfinite(a) & np.isfinite(b)
+            a, b, drift = a[known], b[known], drift[known]
         if not (decay and np.any(drift) and np.all(np.isfinite([a, b])) and not self.few):
             factor = float(a @ b / max(b @ b, 1e-300))
             return factor, self._off(a, factor * b, None)
         columns = np.stack([b, drift], 1)
         shares = np.linalg.lstsq(columns, a, rcond=1e-6)[0]
         return float(shares[0]), self._off(a, columns @ shares, None)
+
+    @property
+    def by_leaf(self) -> "Explanations":
+        """The same with a slot for each leaf of the optimizer's state, or of the parameters if it has none."""
+        slots = {slot: names for slot, names in self.slots.items() if slot != "params"} or self.slots
+        leaves = {name: [name] for names in slots.values() for name in names}
+        return dataclasses.replace(self, slots={"params": self.slots["params"], **leaves})
 
     def distance(self, found: Change, other: Change, slot: str) -> float:
         """How far two changes are from one another, relative to the larger, but for decay."""
@@ -116,36 +128,64 @@ class Explanations:
         def vector(change: Any) -> Any:
             return self.vector(change, slot, names)
 
-        columns = np.stack([*map(vector, self.parts), vector(self.drift)], axis=1)
-        if not np.all(np.isfinite(columns)):
+        columns, whole = np.stack([*map(vector, self.parts), vector(self.drift)], axis=1), vector(of or self.whole)
+        if self.partial:
+            known = np.isfinite(whole) & np.all(np.isfinite(columns), 1)
+            columns, whole = columns[known], whole[known]
+        if not np.all(np.isfinite(columns)) or (self.partial and len(whole) <= len(self.parts) + MORE):
             return [], float("inf")
-        whole = vector(of or self.whole)
         shares = np.linalg.lstsq(columns, whole, rcond=1e-6)[0]
         return [float(share) for share in shares[:-1]], self._off(whole, columns @ shares, None)
 
-    def unclipped(self, found: Change) -> "tuple[Explanations, Change] | None":
-        """The same, and a window's change, without entries that a clip by value holds; None if too few others remain.
+    def unclipped(self, *found: Change) -> "tuple[Explanations, list[Change]] | None":
+        """The same, and other changes, with NaN for entries that a clip by value holds; None without such a clip.
 
-        Behind such a clip the others are linear in the gradient.
+        Behind such a clip the others are linear in the gradient. A decay that hides it is taken away first.
         """
-        kept: dict[str, np.ndarray] = {}
-        for slot in [] if self.few else filter(self.saturates, (*self.slots, *self.roots)):
-            most = max(largest(part[name]) for part in self.parts for name in self.names(slot))
-
-            def below(name: Any, most: Any = most) -> Any:
-                return [np.abs(change[name]) < 0.999 * most for change in (self.whole, *self.parts, found)]
-
-            inside = {name: np.all(below(name), 0) for name in self.names(slot)}
-            if sum(map(np.sum, inside.values())) > len(self.parts) + MORE:
-                kept |= inside
-        if not kept:
+        if self.few:
+            return None
+        if decay := self.decay(found[0]):
+            less = functools.partial(self._less, decay)
+            return self._with(less).unclipped(*map(less, found))
+        most = {
+            name: max(largest(part[n]) for part in self.parts for n in self.names(slot))
+            for slot in filter(self.saturates, (*self.slots, *self.roots))
+            for name in self.names(slot)
+        }
+        if not most or not all(np.all(np.isfinite(change[name])) for name in most for change in found):
             return None
 
-        def cut(change: Any) -> Any:
-            return {name: leaf[kept[name]] if name in kept else leaf for name, leaf in change.items()}
+        def inside(change: Change) -> Change:
+            held = {name: np.abs(change[name]) >= 0.999 * limit for name, limit in most.items()}
+            return change | {name: np.where(at, np.nan, change[name]) for name, at in held.items()}
 
-        parts = list(map(cut, self.parts))
-        return dataclasses.replace(self, drift=cut(self.drift), whole=cut(self.whole), parts=parts), cut(found)
+        return dataclasses.replace(self._with(inside), partial=True), list(map(inside, found))
+
+    def _with(self, do: Callable[[Change], Change]) -> "Explanations":
+        """The same with other changes."""
+        parts, unions = list(map(do, self.parts)), self.unions
+        return dataclasses.replace(self, whole=do(self.whole), parts=parts, unions=lambda: list(map(do, unions())))
+
+    def decay(self, found: Change) -> float:
+        """How much of the parameters is in each change, if a clip by value holds the gradients; 0.0 if it is not known.
+
+        Entries that are held alike in several changes are the same in these: a constant, and decay.
+        """
+        changes = (self.drift, self.whole, *self.parts, found)
+        p, *values = [np.concatenate([of[name].reshape(-1) for name in self.slots["params"]]) for of in changes]
+        values = np.sort(values, 0)
+        gaps = np.diff(values, axis=0)
+        held, size = np.min(gaps, 0) < 1e-5 * largest(values), values[np.argmin(gaps, 0), np.arange(len(p))]
+        columns = np.stack([np.sign(size), p], 1)[held]
+        if np.sum(held) <= MORE or not np.any(p):
+            return 0.0
+        limit, decay = np.linalg.lstsq(columns, size[held], rcond=1e-6)[0]
+        off = largest(columns @ [limit, decay] - size[held])
+        return float(decay) if off < 1e-3 * abs(limit) and largest(decay * p) > 1e-2 * abs(limit) else 0.0
+
+    def _less(self, decay: float, change: Change) -> Change:
+        """A change without decay."""
+        return change | {name: change[name] - decay * self.drift[name] for name in self.slots["params"]}
 
     def saturates(self, slot: str) -> bool:
         """Whether many entries of several micro-batches' changes equal the largest, as behind a clip by value."""
@@ -180,7 +220,9 @@ class Explanations:
 
         def between(before: np.ndarray, part: np.ndarray, union: np.ndarray) -> bool:
             step = part - before
-            share = float((union - before) @ step / max(step @ step, 1e-300))
+            share = float(
+                np.nansum((union - before) * step) / max(np.nansum(np.where(np.isfinite(union), step, 0) ** 2), 1e-300)
+            )
             same = self._off(before, part, None) < self.near
             return self._off(union, before + share * step, None) < self.near and (same or EDGE < share < 1 - EDGE)
 
@@ -213,9 +255,13 @@ class Explanations:
     def sum(changes: list[Change], factor: float) -> Change:
         return {name: factor * np.sum([change[name] for change in changes], axis=0) for name in changes[0]}
 
-    @staticmethod
-    def _off(a: np.ndarray, b: np.ndarray, drift: np.ndarray | None) -> float:
+    def _off(self, a: np.ndarray, b: np.ndarray, drift: np.ndarray | None) -> float:
         """The distance of two vectors relative to the larger, but for a multiple of the drift; infinite for NaN."""
+        if self.partial:
+            known = np.isfinite(a) & np.isfinite(b)
+            a, b, drift = a[known], b[known], drift[known] if drift is not None else None
+            if np.count_nonzero(a) <= MORE:
+                return 1.0
         off, size = a - b, max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
         if drift is not None and largest(drift):
             off = off - drift * (off @ drift) / (drift @ drift)

@@ -1,18 +1,7 @@
 """The table of a step's faults, in the order in which they are asked for."""
 
-import dataclasses
-from typing import Any
-
-import numpy as np
-
 from optax_accum.verify import _probes as probes
-from optax_accum.verify import _windows as windows
-from optax_accum.verify._errors import StepErrors
-from optax_accum.verify._explanations import Change
-from optax_accum.verify._probes import Off, Other, window_of
-from optax_accum.verify._report import Cause, Errors, Fault, found, within
-from optax_accum.verify._runs import Rows, mean
-from optax_accum.verify._windows import Second, WindowView
+from optax_accum.verify._report import Fault
 
 SHARED_KEY = Fault(
     "shared key",
@@ -29,7 +18,7 @@ NOT_TOLD = Fault(
     "The whole batch's own update is off by a tenth or more if inputs and parameters are off by a few last digits.",
     "Check in float32 or float64, with optax.sgd, and pass labels as integers: what rounds or compares its inputs, as "
     "astype(int) does, jumps.",
-    {"blind": probes.blind},
+    {"blind": probes.blind, "unexplained": probes.unclear},
     "Check in float32 or float64, with plain gradient descent, and pass labels as integers: what rounds or compares "
     "its inputs jumps.",
 )
@@ -73,6 +62,14 @@ FAULTS = (
         {"moves": probes.moves},
     ),
     Fault(
+        "short window dropped",
+        "Those of a last window that is short make no update.",
+        "The parameters do not move at the last micro-batch of the data, if that does not fill a window.",
+        "Update at the last micro-batch of the data, too: apply_gradients(..., flush=True).",
+        {"other": probes.dropped},
+        "Flush: call the optimizer's step and zero_grad() at the last micro-batch of the data, too.",
+    ),
+    Fault(
         "divided by the full k",
         "Micro-batches of a short last window count too little.",
         "The update is too small by the missing part of the window.",
@@ -82,13 +79,13 @@ FAULTS = (
     ),
     Fault(
         "rows left out",
-        "Rows left over after division by `every` are in no micro-batch.",
+        "Rows left over after division by `every`, or a whole micro-batch, count for nothing.",
         "The update equals that of the other rows alone.",
-        "Let the rows that are left be one smaller micro-batch, and weight each by its rows; value_and_grad does. "
-        "Where batches always divide, pass uneven=False.",
+        "Add the gradient of every micro-batch. Let the rows that are left be one smaller micro-batch, and weight each "
+        "by its rows; value_and_grad does. Where batches always divide, pass uneven=False.",
         {"other": probes.left_out},
-        "Let the rows that are left be one smaller micro-batch, and weigh each by its rows. Where batches always "
-        "divide, pass uneven=False.",
+        "Add the gradient of every micro-batch. Let the rows that are left be one smaller micro-batch, and weigh each "
+        "by its rows. Where batches always divide, pass uneven=False.",
     ),
     Fault(
         "only the first gradient",
@@ -105,6 +102,14 @@ FAULTS = (
         "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
         {},
         "Add each micro-batch's gradient. In PyTorch, call zero_grad() only after an update.",
+    ),
+    Fault(
+        "emptied in mid-window",
+        "The sum is emptied inside the window: earlier micro-batches count for nothing.",
+        "The update equals that of the last few micro-batches, or a part of it.",
+        "Empty the accumulator only after an update, never between two micro-batches of one window.",
+        {},
+        "Call zero_grad() only after the optimizer's step, never between two micro-batches of one window.",
     ),
     Fault(
         "low-precision sum",
@@ -148,6 +153,32 @@ FAULTS = (
         "always equal, pass uneven=False.",
     ),
     Fault(
+        "wrong weights",
+        "Micro-batches that should count the same, or as their rows or tokens, count otherwise.",
+        "Their shares in the update go with the micro-batches, and neither are equal nor go with a count.",
+        "Weigh each micro-batch by what the whole batch's mean divides by: apply_gradients(..., weight=w), where w is "
+        "its rows or its tokens.",
+        {},
+        "Weigh each micro-batch by what the whole batch's mean divides by: its rows, or its tokens.",
+    ),
+    Fault(
+        "weighed by place",
+        "How much a micro-batch counts depends on its place in the window.",
+        "Their shares in the update stay with the places if the micro-batches change theirs.",
+        "Add each gradient as it is, acc + g, and divide once, where the window closes: (acc + g) / 2 halves the "
+        "earlier ones each time, acc + g / n counts the later ones less.",
+        {},
+    ),
+    Fault(
+        "clipping the running sum",
+        "The sum so far is clipped at each micro-batch, not the whole sum once.",
+        "The update equals a sum that is clipped after each micro-batch is added to it.",
+        "Clip where the window closes: put clipping inside what accumulates, "
+        "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
+        {},
+        "Clip once for each window: call clip_grad_norm_ just before the optimizer's step, not after each backward().",
+    ),
+    Fault(
         "clipping at each micro-step",
         "The gradient of each micro-batch is clipped, not that of the window.",
         "The update uses a mean of smaller gradients; the whole batch's gradient is a multiple of such a mean.",
@@ -176,6 +207,21 @@ FAULTS = (
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
         {},
         "Empty the accumulator after each update: zero_grad() in PyTorch.",
+    ),
+    Fault(
+        "counter not emptied",
+        "A counter of micro-batches, rows or tokens goes on in the next window.",
+        "The first window is right; the second one is divided by the counts of both, or closes at other micro-steps.",
+        "Set the counter back to 0 with the accumulator, after each update.",
+        {"moves": probes.goes_on_counting},
+    ),
+    Fault(
+        "stale parameters",
+        "Their gradients are those of parameters before the last update.",
+        "The first window is right; the second one's gradient is taken where the first one began.",
+        "Compute each gradient from the parameters in the carry: a function that closes over them keeps the old ones.",
+        {},
+        "Compute each gradient from the parameters as they are now, not from a copy made before the update.",
     ),
     SHARED_KEY,
     Fault(
@@ -210,67 +256,3 @@ FAULTS = (
     ),
 )
 PLANTED = FAULTS[:-3]  # the last three name no fault
-
-
-def causes_of_moves(runs: StepErrors) -> list[Cause]:
-    """The causes of parameters that move at the wrong calls; the first alone if they never move: the rest follows."""
-    causes = found(FAULTS, "moves", runs)
-    return list(causes) if runs.moved else [next(causes)]
-
-
-def causes_of_a_window(runs: StepErrors) -> list[Cause]:
-    """Why two even windows change the parameters otherwise than two whole batches; empty if they do not."""
-    if within(runs.errors):
-        return []
-    first = runs.compared(runs.ends[:1], runs.even_rows[:1], runs.ones[:1])
-    cause, where = (_of_second(runs), "the second window") if within(first) else (_of_first(runs), "a window")
-    return [cause or _unexplained(runs, runs.errors, where)]
-
-
-def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
-    """The errors of a window of other micro-batches, and the cause if it is wrong."""
-    (change,) = runs.changes(runs.cut, runs.calls(parts), last=last)
-    moved = runs.moves(change)
-    errors = runs.compared([change], [np.concatenate(parts)]) if moved else {}
-    if moved and within(errors):
-        return errors, None
-    window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
-    other = Other(runs, parts, last, moved, window)
-    cause = next(found(FAULTS, "other", other), None) or _explained(window) or _dealt(runs, parts, change)
-    sizes = ", ".join(str(len(part) * runs.group_size) for part in parts)
-    return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")
-
-
-def _of_first(runs: StepErrors) -> Cause | None:
-    window = window_of(runs, runs.explanations, runs.ends[0])
-    window = dataclasses.replace(window, one_by_one=runs.one_by_one, averaged=lambda: runs.averaged)
-    return _explained(window) or _dealt(runs, runs.even(), runs.ends[0])
-
-
-def _of_second(runs: StepErrors) -> Cause | None:
-    def later(ends: Any) -> Any:
-        return {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
-
-    changes = (later(runs.ends), mean(runs.ones[0]), later(runs.ones))
-    second = Second(runs.explanations, *map(runs.rooted, changes))
-    return _cause(windows.explained_second(second))
-
-
-def _explained(window: WindowView) -> Cause | None:
-    return _cause(windows.explained(window))
-
-
-def _cause(said: windows.Said | None) -> Cause | None:
-    return Cause(next(fault for fault in FAULTS if fault.name == said[0]), said[1]) if said else None
-
-
-def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:
-    """Explains a step that deals out the rows of a batch to its micro-batches one by one, like cards."""
-    if not runs.within_call:
-        return None
-    rows, k = np.concatenate(parts), len(parts)
-    return _explained(window_of(runs, runs.explained([rows[number::k] for number in range(k)]), change))
-
-
-def _unexplained(runs: StepErrors, errors: Errors, where: str) -> Cause:
-    return next(found(FAULTS, "unexplained", Off(runs, errors, where)))

@@ -38,6 +38,16 @@ def ends_elsewhere(runs: StepErrors) -> str:
     return "" if not runs.moved or _cancels(runs) else _elsewhere(runs)
 
 
+def goes_on_counting(runs: StepErrors) -> str:
+    """The first window closes in time, then each micro-step does, or none."""
+    k = runs.cut.every
+    then = {(k,): "none", (*range(k, 2 * k + 1),): "each"}.get(tuple(runs.moved), "")
+    finite = all(np.all(np.isfinite(runs.seen[-1][leaf.cut])) for leaf in runs.params.values())
+    if runs.within_call or not then or not runs.moves_first or not finite:
+        return ""
+    return f"The first window closes at micro-step {k}; then {then} of the micro-steps makes an update."
+
+
 def _elsewhere(runs: StepErrors) -> str:
     k = runs.cut.every
     if runs.within_call or k in runs.moved or not runs.moves_first:
@@ -45,10 +55,10 @@ def _elsewhere(runs: StepErrors) -> str:
     return f"A window of {k} is to move the parameters at micro-step {k}; they moved at {runs.moved} of {2 * k}."
 
 
-def _cancels(runs: StepErrors) -> bool:
+def _cancels(runs: StepErrors, length: int = 0, *, last: bool = False) -> bool:
     """Whether a window of equal micro-batches closes: where entries are few, updates of others may cancel."""
-    equal = [runs.even()[0]] * runs.cut.every
-    return runs.few and any(np.any(runs.changes(runs.cut, runs.calls(equal))[0][name]) for name in runs.params)
+    calls = runs.calls([runs.even()[0]] * (length or runs.cut.every))
+    return runs.few and any(np.any(runs.changes(runs.cut, calls, last=last)[0][name]) for name in runs.params)
 
 
 def counts(runs: StepErrors) -> str:
@@ -64,12 +74,12 @@ def counts(runs: StepErrors) -> str:
 def _early(runs: StepErrors) -> list[int]:
     """The micro-steps that only accumulate, yet move the parameters, where nothing else is wrong."""
     early = [] if runs.within_call else [n for n in runs.moved if n % runs.cut.every]
-    return [] if early and (_elsewhere(runs) or counts(runs)) else early
+    return [] if early and (_elsewhere(runs) or goes_on_counting(runs) or counts(runs)) else early
 
 
 def updates(runs: StepErrors) -> str:
     """Each micro-step updates: its counters say so, or the window's change."""
-    if says := counts(runs):
+    if not goes_on_counting(runs) and (says := counts(runs)):
         return says
     if not _early(runs):
         return ""
@@ -136,10 +146,16 @@ class Other(NamedTuple):
 
 def stays_open(o: Other, *, somehow: bool = False) -> str:
     """A window of other micro-batches changes no parameter; or `somehow`, where entries are too few to say more."""
-    if o.moved or _cancels(o.runs) != somehow:
+    if o.moved or (o.last and not somehow) or _cancels(o.runs, len(o.parts), last=o.last) != somehow:
         return ""
-    ends = f"that ends after {len(o.parts)} of {o.runs.cut.every}" if o.last else f"of {len(o.parts)}"
-    return f"A window {ends} micro-batches changed no parameter."
+    return f"A window of {len(o.parts)} micro-batches changed no parameter."
+
+
+def dropped(o: Other) -> str:
+    """A window that ends early changes no parameter."""
+    if o.moved or not o.last or _cancels(o.runs, len(o.parts), last=True):
+        return ""
+    return f"A window that ends after {len(o.parts)} of {o.runs.cut.every} micro-batches changed no parameter."
 
 
 def by_the_full_k(o: Other) -> str:
@@ -227,6 +243,14 @@ class Off(NamedTuple):
         off = [name for name, pair in self.errors.items() if badness(pair) > 1]
         alone = f" alone, of {len(self.errors)} leaves," if len(off) == 1 < len(self.errors) else ""
         return f"In {self.where} {name}{alone} is off by {error:.1e} of its change."
+
+
+def unclear(off: Off) -> str:
+    """A difference only in leaves that rounding moves by much, too."""
+    beyond = [pair for pair in off.errors.values() if badness(pair) > 1]
+    if not all(np.isfinite(error) and limit > BLIND + 2 * off.runs.rtol for error, limit in beyond):
+        return ""
+    return f"{off.says} Rounding alone may move it by {max(limit for _, limit in beyond):.2g}."
 
 
 def unexplained(off: Off) -> str:

@@ -106,6 +106,8 @@ class Report:
             where = max(self.limits, key=lambda path: self.limits[path])
             seen = f"an error of {blind:.0%} would not be seen" if blind < 1 else "no error would be seen"
             lines.append(f"In this precision {seen} in {where}. Check once in float32.")
+        if self.errors and not self.holds and all(self.errors[path] <= self.limits[path] for path in self.errors):
+            lines.append("The errors below are all within their limits: the cause shows in other runs than theirs.")
         ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]

@@ -12,7 +12,7 @@ from optax_accum._arguments.rows import of_rows
 from optax_accum._core.types import Tree
 from optax_accum.verify import _carries as carries
 from optax_accum.verify import _params as step_params
-from optax_accum.verify._calls import StepRunner
+from optax_accum.verify._calls import StepRunner, as_is, put_back
 from optax_accum.verify._carries import Numbers, largest
 from optax_accum.verify._explanations import MORE, NEAR, ROOT, Change, Explanations
 from optax_accum.verify._params import Find, Leaf
@@ -216,6 +216,20 @@ class StepRuns:
         ]
         return Explanations.sum(each, 1 / len(each))
 
+    def from_later(self, steps: StepRunner, calls: list[Tree]) -> Change:
+        """The change by a first window that begins at the parameters after one, where these can be put there."""
+        change, first = mean(self.ones[0]), steps is self.one
+        paths = {name: leaf.one if first else leaf.cut for name, leaf in self.leaves.items()}
+        later = {paths[name]: leaf.start + change[name] for name, leaf in self.params.items()}
+        start = functools.partial(put_back, numbers=later) if steps.puts_back else as_is
+        before, after = steps.run(calls, draw=1 if self.random else None, start=start)
+        return {name: (after[path] - before[path])[None] for name, path in paths.items()}
+
+    @functools.cached_property
+    def reversed(self) -> Change:
+        """The change by the micro-batches of a window in the opposite order."""
+        return self.rooted(mean(*self.changes(self.cut, self.calls(self.even()[::-1]))))
+
     def rooted(self, change: Change) -> Change:
         """Adds the roots of the parameters' mirrors to a change, with the gradient's sign: minus the parameter's."""
         mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
@@ -263,7 +277,8 @@ class StepRuns:
         def unions() -> Any:
             return [each[0], *between(), whole]
 
-        return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine)
+        sizes = list(map(len, parts))
+        return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine, sizes)
 
     def settle(self) -> None:
         """Finds out for both steps whether they can be run again."""

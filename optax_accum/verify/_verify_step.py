@@ -8,18 +8,18 @@ import numpy as np
 import optax
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.rows import check_groups, count_rows
 from optax_accum._core.types import Tree
+from optax_accum.verify import _causes as why
 from optax_accum.verify import _faults as faults
 from optax_accum.verify import _foreign as foreign
 from optax_accum.verify import _params as step_params
 from optax_accum.verify import _probes as step_probes
 from optax_accum.verify._calls import StepRunner, reference
+from optax_accum.verify._checks import check_batch, check_reference
 from optax_accum.verify._errors import StepErrors
 from optax_accum.verify._report import Cause, Errors, Report, badness, found
 from optax_accum.verify._runs import FEW_DRAWS
 
-LEAST = 3  # entries of the parameters that must change
 CLEAR = 2 / 3  # the part of a limit that an error over few keys may take
 NO_DOUBT = 0.8  # the part of the allowed variation that few keys may show
 OTHERS = 4  # windows of other micro-batches for a model of few parameters
@@ -103,13 +103,18 @@ def verify_step(
 
       * `"never closes"`: no update at all.
       * `"closes at another micro-step"`: none when the window ends.
+      * `"short window dropped"`: no update at the end of the data.
       * `"only the first gradient"`, `"only the last gradient"`: one
         micro-batch counts.
+      * `"emptied in mid-window"`: the first ones do not count.
       * `"sum for a mean"`, `"divided twice"`, `"divided by the full k"`,
         `"wrong divisor"`: of the sum of the gradients.
       * `"mean of means"`: micro-batches of different sizes count the same.
+      * `"wrong weights"`: they count by something else than their sizes.
+      * `"weighed by place"`: later ones count more, or less.
       * `"clipping at each micro-step"`: clipping, by norm or by value, of
         each gradient.
+      * `"clipping the running sum"`: clipping of the sum so far, each time.
       * `"optimizer at each micro-step"`: an optimizer or a schedule that
         counts micro-steps.
       * `"moves while held"`: parameters that change in a window.
@@ -118,9 +123,11 @@ def verify_step(
       * `"NaN poison"`: a NaN outlives its window, and on whole batches does
         not.
       * `"coupled examples"`: BatchNorm, contrastive losses.
-      * `"rows left out"`: within a call, the rows that `every` does not
-        divide do not count.
+      * `"rows left out"`: a micro-batch does not count, or, within a call,
+        the rows that `every` does not divide.
       * `"not emptied"`: the sum of a window is in the next one, too.
+      * `"counter not emptied"`: its counts are.
+      * `"stale parameters"`: gradients where the window before began.
       * `"another difference"`: a difference that no probe explains.
       * `"not known"`: the cause cannot be told, because an update changes
         `every + 3` numbers or fewer.
@@ -153,7 +160,7 @@ def verify_step(
       ['sum for a mean']
     """
     arrays = foreign.opened("batch", batch)
-    every, count = _check(arrays, every, group_size)
+    every, count = check_batch(arrays, every, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
     cut, one = StepRunner(make_step, batch, every), None if optimizer or loss else StepRunner(make_step, batch, 1)
     finds = params, params
@@ -181,29 +188,30 @@ def _decided_early(runs: StepErrors, uneven: bool) -> Report | None:
 
 def _report(runs: StepErrors, uneven: bool) -> Report:
     rows, every = runs.count * runs.group_size, runs.cut.every
-    if hidden := _check_reference(runs):
+    if hidden := check_reference(runs):
         hidden = dataclasses.replace(hidden, of_jax=runs.cut.is_jax)
-        return Report(False, {}, {}, (hidden,), rows, every, True, runs.draws)
+        told = hidden.fault is not faults.NOT_TOLD
+        return Report(False, {}, {}, (hidden,), rows, every, told, runs.draws, told=told)
     causes, pairs, notes = _compared(runs, uneven)
     errors, limits = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
-    blind = [] if causes else list(found(faults.FAULTS, "blind", runs, pairs))
-    all_causes = tuple(dataclasses.replace(cause, of_jax=runs.cut.is_jax) for cause in (*causes, *blind))
-    seen = (all_causes, rows, every, runs.random, runs.draws, tuple(notes), not blind)
-    return Report(not causes and not blind, errors, limits, *seen)
+    causes = causes or list(found(faults.FAULTS, "blind", runs, pairs))
+    all_causes = tuple(dataclasses.replace(cause, of_jax=runs.cut.is_jax) for cause in causes)
+    told = any(cause.fault is not faults.NOT_TOLD for cause in causes) or not causes
+    return Report(not causes, errors, limits, all_causes, rows, every, runs.random, runs.draws, tuple(notes), told)
 
 
 def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
     """The causes, the errors, and notes on tests left out. If even windows are right, others are run."""
-    causes = faults.causes_of_moves(runs)
+    causes = why.causes_of_moves(runs)
     if not runs.moved:
         return causes, {}, []
-    causes = causes or faults.causes_of_a_window(runs)
+    causes = causes or why.causes_of_a_window(runs)
     errors, notes = dict(runs.errors), [*step_probes.asked(runs), *step_probes.uncompared(runs)]
     if not causes:
         causes = list(found(faults.FAULTS, "beside", runs))
         for parts, last in _others(runs, uneven, notes):
             try:
-                more, cause = faults.cause_of_another(runs, parts, last=last)
+                more, cause = why.cause_of_another(runs, parts, last=last)
             except Exception as error:  # whatever a user's step raises for a size that it does not take
                 sizes = [len(part) * runs.group_size for part in parts]
                 notes.append(f"micro-batches of {sizes} rows, which the step refuses: {str(error)[:100]!r}")
@@ -236,54 +244,3 @@ def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[
         yield even[: -(-k // 2)], True
     elif not runs.within_call:
         notes.append("a window that ends early: make_step returns no last_step")
-
-
-def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
-    """The length of the window and the number of rows, or groups; raises if nothing can be cut."""
-    every = checks.as_count("every", every)
-    if every < 2:
-        raise ValueError(f"There must be a window to compare: every={every}. Pass 2 or more.")
-    checks.as_count("group_size", group_size)
-    rows, needed = count_rows(batch, named=False), 2 * every * group_size
-    if rows < needed:
-        raise ValueError(
-            f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every="
-            f"{every} micro-batches: the batch has {rows}. Pass a batch of {needed}."
-        )
-    check_groups("the batch has", rows, group_size)
-    return every, rows // group_size
-
-
-def _check_reference(runs: StepErrors) -> Cause | None:
-    """Raises for a reference that nothing can be compared with; the cause if it keeps a key to itself."""
-    ones = runs.ones[-1]
-    if not all(np.all(np.isfinite(change)) for change in ones.values()):
-        raise ValueError("The whole batch must have a finite update to compare with. Look for the NaN.")
-    if not any(np.any(ones[name]) for name in runs.params):
-        raise ValueError(
-            "The reference must move the parameters: two updates of make_step(1) with the whole batch did not. Return "
-            "the new parameters from the step, in the carry: what a function under jax.jit changes in place is lost "
-            "(for NNX modules take nnx.jit). Start from a learning rate and a gradient that are not 0."
-        )
-    if runs.entries < LEAST:
-        raise ValueError(
-            f"The batch must move {LEAST} numbers among the parameters, or more, to tell faults apart: it moves "
-            f"{runs.entries}. Pass a wider model."
-        )
-    if runs.random and not runs.judged:
-        raise ValueError(
-            "Of a random step what is linear in the gradient is compared, in the mean over keys: nothing in this carry "
-            "is. Make the step with optax.sgd, or with an optimizer that keeps a first moment; if its examples are "
-            "coupled, as by BatchNorm, without what is random."
-        )
-    if runs.random or not runs.ordered():
-        return None
-    if runs.one.may_hide_a_key(runs.of(np.arange(runs.count))) and runs.repeats() and runs.draws_by_row():
-        says = "The update changes with the order of rows, as dropout makes it; equal micro-batches give the same."
-        return Cause(faults.SHARED_KEY, says)
-    raise ValueError(
-        "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
-        "put the key into the carry (in PyTorch torch.default_generator), so that each run can draw anew. On several "
-        "devices make_step(1) may average devices as equals: run it on one, or pass optimizer= and loss= as the "
-        "reference. If rows belong together, or are mixed with their neighbours, pass group_size."
-    )

@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+from optax_accum.verify import _running as running
+from optax_accum.verify._explanations import MORE, Change, Explanations
+from optax_accum.verify._shares import Said, Shares, listed
 
-from optax_accum.verify._explanations import MORE, ROOT, Change, Explanations
-
-Said = tuple[str, str]  # the name of a fault, and the evidence
 Foretold = tuple[str, float, str]  # the fault, the distance between its update and the observed one, the evidence
 TIE = 1e-4  # distances below it are rounding: the first fault wins
 MEAN = "What came out is a mean of what each micro-batch alone would give"
@@ -28,6 +27,7 @@ class WindowView:
     leads: bool = False  # whether a window of only the first micro-batch, repeated, came before
     one_by_one: Change | None = None  # the reference's change by an update with each micro-batch
     averaged: Callable[[], Change] | None = None  # the mean of those updates, each from the first parameters
+    reversed: Callable[[], Change] | None = None  # the change by the same micro-batches in the opposite order
 
     @property
     def right(self) -> bool:
@@ -50,12 +50,26 @@ class WindowView:
 
     @functools.cached_property
     def unclipped(self) -> "WindowView | None":
-        """The same without the entries that a clip by value holds; None if the others show nothing wrong."""
-        if (seen := self.e.unclipped(self.found)) is None:
-            return None
-        e, found = seen
+        """The same without what a clip by value holds; None if the rest shows nothing wrong."""
+        seen = self.e.unclipped(self.found)
+        return self._seen(seen[0], *seen[1]) if seen else None
+
+    @functools.cached_property
+    def by_leaf(self) -> "WindowView | None":
+        """The same, leaf by leaf: an optimizer may make each leaf's gradient as long as the others'."""
+        return None if self.linear or self.e.few else self._seen(self.e.by_leaf, self.found)
+
+    def _seen(self, e: Explanations, found: Change) -> "WindowView | None":
         window = dataclasses.replace(self, e=e, found=found, linear=e.linear, one_by_one=None, averaged=None)
         return window if window.linear and not window.right else None
+
+    @functools.cached_property
+    def opposite(self) -> Change | None:
+        """The change by the same micro-batches in the opposite order; None if it is the same, or not known."""
+        slots = self.gradients or list(self.e.slots)
+        if self.reversed is None or self.e.far(self.found, change := self.reversed(), slots) < self.e.near:
+            return None
+        return change
 
     def nearer(self) -> "WindowView | None":
         """The same, seen from near enough to tell it from the whole batch's; None if that is rounding."""
@@ -77,7 +91,8 @@ def explained(w: WindowView) -> Said | None:
     faults = [one for one in foretold(w) if one[1] < w.e.near]
     best = min((distance for _, distance, _ in faults), default=0.0)
     near = [(kind, says) for kind, distance, says in faults if distance <= max(2 * best, TIE)]
-    return next(iter(near), None) or next(fitted(w), None) or (w.unclipped and explained(w.unclipped))
+    views = filter(None, (w.unclipped, w.by_leaf)) if not w.e.partial else ()
+    return next(iter(near), None) or next(fitted(w), None) or next(filter(None, map(explained, views)), None)
 
 
 def _beside_the_gradient(w: WindowView) -> Iterator[Said]:
@@ -110,6 +125,7 @@ def foretold(w: WindowView) -> Iterator[Foretold]:
         yield kind, w.far(e.whole, factor), says
         if w.linear:
             yield kind, w.far(e.mean, factor), says
+    yield from in_a_running_sum(w)
     distance = e.far(w.found, e.mean, w.linear) if w.linear else 1.0
     if distance < e.near and (said := why_a_mean(w, w.linear)):
         yield said[0], distance, said[1]
@@ -135,19 +151,30 @@ def in_the_mean(w: WindowView) -> Iterator[Foretold]:
         yield "optimizer at each micro-step", w.e.far(w.found, updates, ["params"]), says
 
 
+def in_a_running_sum(w: WindowView) -> Iterator[Foretold]:
+    """Yields the sum that is clipped each time, if the order of the micro-batches counts."""
+    if w.opposite is not None and not w.e.few and not w.e.partial:
+        far = [running.distance(w.e, slot, w.found, w.opposite) for slot in w.gradients]
+        says = "What came out is the sum, clipped each time that a micro-batch was added to it."
+        if max(far, default=1.0) < w.e.near / 10:  # a scale is fitted
+            yield "clipping the running sum", max(far), says
+
+
 def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
     """Why the plain mean over the micro-batches is not the whole batch's change; None if that is not known."""
     e = w.e
     if says := w.coupling():
         return "coupled examples", says
-    saturates = any(map(e.saturates, slots))
+    saturates = any(map(e.saturates, slots)) or (not e.few and bool(e.decay(w.found)))
     if e.few:
         return None if saturates else ("mean of means", f"{MEAN}; in the whole batch they count unlike.")
     slot = max(slots, key=lambda slot: e.distance(w.found, e.whole, slot))
     shares, off = e.combined(slot)
+    if e.partial and not shares:
+        return None
     only_one = saturates and max(shares, default=0) > 1 - e.near  # all entries clipped: as if one alone counted
     if _positive(e, (shares, off)) and abs(sum(shares) - 1) < e.near and not only_one:
-        return "mean of means", f"{MEAN}; in the whole batch they count for {_listed(shares)}."
+        return "mean of means", f"{MEAN}; in the whole batch they count for {listed(shares)}."
     leaves = [e.combined(slot, [name]) for name in e.names(slot) if e.size(name) > len(e.parts) + MORE]
     if saturates or _positive(e, (shares, off)) or (leaves and all(_positive(e, leaf) for leaf in leaves)):
         return "clipping at each micro-step", f"{MEAN}: {CLIPPED}."
@@ -155,7 +182,7 @@ def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
 
 
 def _positive(e: Explanations, fit: tuple[list[float], float]) -> bool:
-    return fit[1] < e.near and min(fit[0]) > -e.near
+    return fit[1] < e.near and min(fit[0]) > -e.near * max(fit[0])
 
 
 def fitted(w: WindowView) -> Iterator[Said]:
@@ -169,22 +196,25 @@ def fitted(w: WindowView) -> Iterator[Said]:
     slots = [] if e.few or k == 1 else [*w.linear, *e.roots, *([] if w.linear else filter(e.large, e.slots))]
     for slot in slots:
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
-        if off >= near or min(came) < -near or e.distance(w.found, e.whole, slot) < near:
+        shares = Shares(came, right, e.sizes, near)
+        if off >= near or shares.negative or e.distance(w.found, e.whole, slot) < near:
             continue
-        text = f"The micro-batches count for {_listed(came)}"
-        whole, factor = abs(sum(came) - 1) < near, sum(came) / max(sum(right), near)
-        alike = all(abs(share - factor * of) < near for share, of in zip(came, right, strict=True))
         if fits >= near:
-            if whole and min(came) > near and (said := why_a_mean(dataclasses.replace(w, linear=[slot]), [slot])):
+            if shares.whole and shares.positive and (said := why_a_mean(dataclasses.replace(w, linear=[slot]), [slot])):
                 yield said
         elif w.coupling():
             yield "coupled examples", w.coupling()
-        elif alike and abs(factor - 1) > near:
-            yield _divisor(w, factor), f"{text}, {factor:.3g} times as much as in the whole batch."
-        elif whole and sum(right) > 1 + near:
-            yield "clipping at each micro-step", f"{text}; the whole batch counts them for {_listed(right)}: {CLIPPED}."
-        elif w.linear or whole:
-            yield "mean of means", f"{text}; in the whole batch for {_listed(right)}."
+        elif shares.alike and abs(shares.factor - 1) > near:
+            yield _divisor(w, shares.factor), f"{shares.says}, {shares.factor:.3g} times as much as in the whole batch."
+        elif shares.missing:
+            yield shares.why_missing()
+        elif shares.whole and shares.clipped:
+            yield (
+                "clipping at each micro-step",
+                f"{shares.says}; the whole batch counts them for {listed(right)}: {CLIPPED}.",
+            )
+        elif w.linear or shares.whole:
+            yield shares.why_unequal(by_place=w.opposite is not None)
     if w.coupling():
         yield "coupled examples", w.coupling()
 
@@ -215,40 +245,3 @@ def rate_alone(w: WindowView) -> str:
     if said and not others:
         return f"{said} Or is the sum of the gradients divided by another number? With plain SGD both look the same."
     return said
-
-
-def _listed(shares: list[float]) -> str:
-    return ", ".join(f"{share:.3g}" for share in shares)
-
-
-class Second(NamedTuple):
-    """The change of the second of two windows, of which the first is right."""
-
-    e: Explanations
-    found: Change
-    first: Change  # the first window's change
-    right: Change  # the second window's right change
-
-
-def explained_second(w: Second) -> Said | None:
-    """Why the second window is wrong: the first one's sum in it, a factor that a clip hid, or another rate."""
-    faults: list[Foretold] = []
-    for slot in dict.fromkeys((*w.e.linear, *(slot.removeprefix(ROOT) for slot in w.e.linear))):
-        right, first, found = (w.e.vector(change, slot) for change in (w.right, w.first, w.found))
-        columns = np.stack([right, first], 1)
-        shares = np.linalg.lstsq(columns, found, rcond=1e-6)[0]  # behind a clip both are less than 1
-        distance = float(np.linalg.norm(found - columns @ shares) / max(np.linalg.norm(found), 1e-300))
-        if shares[0] < 1 + w.e.near and shares[1] * np.linalg.norm(first) > w.e.near * np.linalg.norm(right):
-            faults.append(("not emptied", distance, "The first window's sum is in the second window, too."))
-        elif slot != "params" and abs(shares[0] - 1) > max(4 * distance, TIE):  # of moments: no rate is in it
-            kind = "sum for a mean" if shares[0] > 1 else "divided twice"
-            says = (
-                f"The second window's gradient is {shares[0]:.3g} times the whole batch's; in the first a clip hid it."
-            )
-            faults.append((kind, distance, says))
-    factor, distance = dataclasses.replace(w.e, whole=w.right).fit(w.found, "params")
-    if abs(factor - 1) > w.e.near:
-        says = f"The second window's update is {factor:.3g} times the whole batch's; the first is right."
-        faults.append(("optimizer at each micro-step", distance, says))
-    kind, distance, says = min(faults, key=lambda one: one[1], default=("", 1.0, ""))
-    return (kind, says) if distance < w.e.near and not w.e.silent else None

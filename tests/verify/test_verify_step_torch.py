@@ -82,6 +82,9 @@ class Loop:
     empties: object = lambda model: model.zero_grad()
     guarded: bool = False
     scheduled: str = ""  # when the schedule steps: at each "micro-step", at each "update"
+    stays: tuple = ()  # what an update does not set back to 0
+    stale: bool = False  # whether gradients are those of a copy made before the update
+    flushes: bool = True  # whether the last micro-batch of the data makes an update
     seeded: bool = False  # whether each micro-batch draws what the first one does
 
     def __call__(self, every):
@@ -90,6 +93,7 @@ class Loop:
         optimizer = self.optimizer(model.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         n, total, seed = 0, 0.0, 0
+        before = copy.deepcopy(model)
 
         def step(carry, batch, last=False):
             nonlocal n, total, seed
@@ -98,17 +102,19 @@ class Loop:
             if self.seeded:
                 torch.manual_seed(seed)
             n, total = n + 1, total + self.weight(batch)
-            loss = self.loss(model, batch) * self.weight(batch)
-            grads = self.each(model, torch.autograd.grad(loss, list(model.parameters())))
+            net = before if self.stale else model
+            loss = self.loss(net, batch) * self.weight(batch)
+            grads = self.each(model, torch.autograd.grad(loss, list(net.parameters())))
             for p, g in zip(model.parameters(), grads, strict=True):
                 old = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad = self.join(old.to(self.dtype), g.to(self.dtype)).to(p.dtype)
             if self.scheduled == "micro-step":  # PyTorch warns of the first one, which is right; later it says nothing
                 with warnings.catch_warnings(action="ignore"):
                     schedule.step()
-            if not (self.due(n, every) or last):
+            if not (self.due(n, every) or (last and self.flushes)):
                 self.held(model)
                 return carry
+            before.load_state_dict(model.state_dict())
             for p in model.parameters():
                 p.grad = p.grad / self.divisor(n, total, every)
             self.clip(model)
@@ -117,7 +123,7 @@ class Loop:
                 self.empties(model)
             if self.scheduled == "update":
                 schedule.step()
-            n, total = 0, 0.0
+            n, total = n * ("n" in self.stays), total * ("total" in self.stays)
             return carry
 
         carry = (model, optimizer, schedule, torch.default_generator)
@@ -161,6 +167,31 @@ def zeroed_when_it_steps(every):
     return Loop(guarded=True, join=lambda old, new: new)(every)
 
 
+def by_hand(each=lambda model: None, zeroed=lambda n, k: n % k == 0):
+    """The usual loop: `each` follows each backward(), `zeroed` says after which micro-steps zero_grad() is called."""
+
+    def make_step(every):
+        torch.manual_seed(0)
+        model = multilayer()
+        optimizer = momentum(model.parameters())
+        n = 0
+
+        def step(carry, batch):
+            nonlocal n
+            n += 1
+            (squares(model, batch) / every).backward()
+            each(model)
+            if n % every == 0:
+                optimizer.step()
+            if zeroed(n, every):
+                optimizer.zero_grad()
+            return carry
+
+        return step, (model, optimizer)
+
+    return make_step
+
+
 FAULTS = {
     "never closes": in_windows(due=lambda n, k: False),
     "closes at another micro-step": in_windows(due=lambda n, k: n > k),
@@ -180,6 +211,13 @@ FAULTS = {
     "coupled examples": Loop(between=(nn.BatchNorm1d(5),)),
     "not emptied": in_windows(empties=lambda model: None, divisor=lambda n, total, k: total),
     "rows left out": sliced,
+    "short window dropped": Loop(flushes=False),
+    "emptied in mid-window": by_hand(zeroed=lambda n, k: n % k == 1 % k),
+    "wrong weights": Loop(weight=lambda batch: batch["mask"][0]),
+    "weighed by place": Loop(join=lambda old, new: 0.7 * old + new),
+    "clipping the running sum": by_hand(each=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05)),
+    "counter not emptied": in_windows(stays=("total",)),
+    "stale parameters": in_windows(stale=True),
 }
 OPTIONS = {"rows left out": {"within_call": True}}
 
