@@ -212,7 +212,7 @@ ASKED = {
     ),
     "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
-    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _across/steps flax/_window flax/_calls"),
+    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _space/devices flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
         {"is_partial", "PARTIAL", "ToShards"},
