@@ -29,6 +29,11 @@ _AGAIN = (
 )
 
 
+def _alike(params: Tree) -> Tree:
+    """No parameter differs between devices."""
+    return jax.tree.map(lambda _: False, params)
+
+
 class Added(NamedTuple):
     """An accumulator after a backward pass has added to it."""
 
@@ -89,7 +94,8 @@ class Loss:
             values = params, acc, list(call.arguments.values())
             params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
             call = call.with_values(tuple(call.arguments), arguments)
-        fun = convolutions.fast_in_loops(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns)
+        fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
+        fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
         def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))

@@ -71,7 +71,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         device.check_axes(jax.tree.leaves(outputs))
         return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
     try:
-        over = device if device.one_batch else Device()
+        over = device if device.one_batch else Device(alike=device.alike)
         loss = trace_call(fun, call, rules.sizes, call.params, over, rules.crossing)
     except tracing.NEEDS_VALUES as error:
         if tracing.is_staged():
