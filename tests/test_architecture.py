@@ -27,7 +27,7 @@ ROOMS = {  # and what each stands on
     "_arguments": {"_core"},
     "_rows": {"_core"},
     "_loss": {"_core", "_arguments"},
-    "_space": {"_core", "_arguments", "_loss"},
+    "_space": {"_core", "_arguments", "_rows", "_loss"},
     "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
@@ -240,7 +240,7 @@ ALSO = {  # that ask something else by the same name
     "_explain/weighing": {"is_ratio"},
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_rows/resized": {"is_partial"},
-    "_core/convolutions": {"vjp"},  # of one equation
+    "_core/rules": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL", "is_staged"},
     "_within/loops": {"vjp"},  # of a part of the loss
     "_core/traced": {"vjp"},  # a look at a backward pass

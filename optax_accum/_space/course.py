@@ -119,9 +119,7 @@ def _other(course: Course, equation: Any, differ: Differ) -> Differ:
     outs = [any(differ) and not _agrees(course, equation)] * len(equation.outvars)
     if equation.primitive.name == "axis_index":
         return [equation.params["axis_name"] in course.axes]
-    if equation.primitive.name not in _CALLS and not rules.has_rule(equation):
-        return outs
-    for program in inner_programs(equation):
+    for program in () if equation.primitive.name in _KERNELS else inner_programs(equation):
         is_called = len(program.invars) == len(differ) and len(program.outvars) == len(outs)
         found = course.walk(program, differ if is_called else [any(differ)] * len(program.invars))
         outs = found if is_called else outs
@@ -144,6 +142,5 @@ def _either(old: Differ, new: Differ) -> Differ:
     return [was or is_new for was, is_new in zip(old, new, strict=True)]
 
 
-# Programs that a device runs as they are; a kernel's loops are its own, and wait for nobody.
-_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_linear_solve", "shard_map"}
+_KERNELS = {"pallas_call"}  # their loops wait for nobody
 _RULES: dict[str, Callable[[Course, Any, Differ], Differ]] = {"while": _while, "scan": _scan, "cond": _cond}

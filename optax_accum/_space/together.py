@@ -95,9 +95,9 @@ class Together:
     def refuse(self, equation: Any, why: str) -> None:
         partitioned = ", ".join(map(repr, meshes.partitioned_axes()))
         raise ValueError(
-            f"With devices, loops and branches that a device's own rows decide are run by all devices together, for "
-            f"arrays may be sharded over other axes of the mesh ({partitioned}): at {place_of(equation)} {why}. Take "
-            "it out of the loop or the branch (jnp.where selects without one); or leave out devices."
+            "With devices, all devices run together the loops and branches that a device's own rows decide, for arrays "
+            f"may be sharded over other axes of the mesh ({partitioned}): at {place_of(equation)} {why}. Take that out "
+            "of the loop or the branch (jnp.where selects without one); or leave out devices."
         )
 
     def _differ_more(self, equation: Any, values: Values) -> bool:
@@ -141,7 +141,7 @@ def _while(devices: Together, equation: Any, values: Values) -> Values:
 def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """New values for the rows that go on."""
     if more.ndim:
-        more = jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim)))
+        more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
     return jax.lax.select(*compilers.varying_together([more, new, old]))
 
 
@@ -207,17 +207,42 @@ def _scan(devices: Together, equation: Any, values: Values) -> Values:
     return [*carry, *ys]
 
 
+def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
+    jaxprs, lengths = equation.params["jaxprs"], equation.params["const_lengths"]
+    rest, parts = list(values), []
+    for length in lengths:
+        parts.append(rest[:length])
+        rest = rest[length:]
+    consts, size = type(lengths)(*parts), len(rest)
+
+    def run(name: str, value: Values) -> list[Any]:
+        return _alike(devices.run(getattr(jaxprs, name), [*getattr(consts, name), *value]), values)
+
+    def solver(name: str) -> Callable[..., Any]:
+        def solve(_: Any, value: Values) -> tuple[list[Any], list[Any]]:
+            found = run(name, value)
+            return found[:size], found[size:]
+
+        return solve
+
+    transposed = None if jaxprs.transpose_solve is None else solver("transpose_solve")
+    matvec = functools.partial(run, "matvec")
+    found, more = jax.lax.custom_linear_solve(matvec, rest, solver("solve"), transposed, has_aux=True)
+    return [*found, *more]
+
+
 def _of_rule(devices: Together, equation: Any, values: Values) -> Values:
     def differ(args: Any) -> list[bool]:
-        return [is_array(leaf) for leaf in jax.tree.leaves(args) if is_array(leaf)]
+        return [True for leaf in jax.tree.leaves(args) if is_array(leaf)]
 
     return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 
 
 _CALLS: dict[str, Callable[[Together, Any, Values], Values]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call"), _called),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"), _called),
     **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
     "scan": _scan,
     "while": _while,
 }
