@@ -301,7 +301,7 @@ def printing(of_loop):
             return turned(h)
 
         if of_loop:
-            return lax.stop_gradient(lax.fori_loop(0, n, lambda i, h: step(h), x @ w)) * (x @ w)
+            return lax.stop_gradient(lax.fori_loop(0, n, lambda i, h: step(h), lax.stop_gradient(x @ w))) * (x @ w)
         return lax.cond(n > 5, step, lambda h: h, x @ w)
 
     return functools.partial(over_rows, f)
