@@ -161,7 +161,8 @@ def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options:
         def here(*args: Any) -> Any:
             return run(mesh=jax.sharding.get_abstract_mesh())(*args)
 
-        return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
+        with contextlib.nullcontext() if meshes.in_reach() else compilers.tracing_on(mesh):
+            return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
 
     return run_explicit
 

@@ -227,8 +227,8 @@ def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
 
     transposed = None if jaxprs.transpose_solve is None else solver("transpose_solve")
     matvec = functools.partial(run, "matvec")
-    found, more = jax.lax.custom_linear_solve(matvec, rest, solver("solve"), transposed, has_aux=True)
-    return [*found, *more]
+    result: Any = jax.lax.custom_linear_solve(matvec, rest, solver("solve"), transposed, has_aux=True)
+    return [*result[0], *result[1]]
 
 
 def _of_rule(devices: Together, equation: Any, values: Values) -> Values:
