@@ -27,7 +27,7 @@ ROOMS = {  # and what each stands on
     "_arguments": {"_core"},
     "_rows": {"_core"},
     "_loss": {"_core", "_arguments"},
-    "_space": {"_core", "_arguments", "_loss"},
+    "_space": {"_core", "_arguments", "_rows", "_loss"},
     "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
@@ -212,7 +212,7 @@ ASKED = {
     ),
     "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
-    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _across/steps flax/_window flax/_calls"),
+    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _space/devices flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
         {"is_partial", "PARTIAL", "ToShards"},
@@ -241,7 +241,7 @@ ALSO = {  # that ask something else by the same name
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_within/traced_call": {"is_staged"},
     "_rows/resized": {"is_partial"},
-    "_core/convolutions": {"vjp"},  # of one equation
+    "_core/rules": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL", "is_staged"},
     "_within/loops": {"vjp"},  # of a part of the loss
     "_core/traced": {"vjp"},  # a look at a backward pass

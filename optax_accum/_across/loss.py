@@ -29,6 +29,11 @@ _AGAIN = (
 )
 
 
+def _alike(params: Tree) -> Tree:
+    """No parameter differs between devices."""
+    return jax.tree.map(lambda _: False, params)
+
+
 class Added(NamedTuple):
     """An accumulator after a backward pass has added to it."""
 
@@ -58,6 +63,7 @@ class Loss:
     divisor: Divisor
     meter: Meter
     reads: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
+    holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
     def add(
         self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
@@ -80,7 +86,7 @@ class Loss:
         device.check_axes(types, of_optimizer=True)
         device.check_loss(traced, types)
         device.check_nested(traced)
-        weighing = self._weighing(traced.shapes.loss, call, weight, device.mean_and_factor(traced))
+        weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced))
         together = device.runs_together(traced)
         inside = None if acc is None else self._inside(params, acc, traced, weighing, again, together)
         if inside:
@@ -88,7 +94,8 @@ class Loss:
             values = params, acc, list(call.arguments.values())
             params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
             call = call.with_values(tuple(call.arguments), arguments)
-        fun = convolutions.fast_in_loops(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns)
+        fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
+        fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
         def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
@@ -158,14 +165,16 @@ class Loss:
         factor = weighing.weight if bends or selects else None
         return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, why_not)
 
-    def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
+    def _weighing(
+        self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor
+    ) -> ByWeight | ByCount:
         """How a micro-batch is weighed; `loss` holds shapes."""
         check_loss(loss, None)
         check_single(loss)
         if isinstance(loss, Ratio):
             self._check_ratio(weight is not None or self.weight_fn is not None)
             return ByCount(mean_and_factor)
-        by_weight = self._by_weight(call) if weight is None else ByWeight(checks.as_weight(weight))
+        by_weight = self._by_weight(device, call) if weight is None else ByWeight(checks.as_weight(weight))
         mean, factor = mean_and_factor(by_weight.weight)
         return ByWeight(mean, factor * by_weight.factor)
 
@@ -180,11 +189,12 @@ class Loss:
                 '"mean", or return the total alone.'
             )
 
-    def _by_weight(self, call: Call) -> ByWeight:
+    def _by_weight(self, device: Device, call: Call) -> ByWeight:
         """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""
         if self.weight_fn:
             return ByWeight(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
-        read = self.reads(call, takes_a_sum=not self.divisor.is_mean) if self.reads and call.batch else None
-        if read is not None:
-            return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
+        if self.reads and call.batch and (self.holds or device.count > 1):
+            read = self.reads(call, takes_a_sum=not self.divisor.is_mean)
+            if read is not None:
+                return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
         return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))

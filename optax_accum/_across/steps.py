@@ -23,7 +23,6 @@ from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import (
     AccumulationState,
     check_no_other_window,
-    holds_sum,
     map_states,
     micro_step_of,
     states_in,
@@ -31,7 +30,7 @@ from optax_accum._core.state import (
 from optax_accum._core.types import Flag, Tree
 from optax_accum._loss import inside
 from optax_accum._loss.weighing import ByWeight
-from optax_accum._space.devices import refuse_shards
+from optax_accum._space.devices import has_several, refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
 
@@ -124,7 +123,7 @@ class Step:
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
         is_weighed = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
-        if self.reads is None or is_weighed or not call.batch or not any(map(holds_sum, states_in(state))):
+        if self.reads is None or is_weighed or not call.batch or not any(map(has_several, states_in(state))):
             return keywords
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}

@@ -73,9 +73,10 @@ def value_and_apply_gradients(
 
     With `devices` in `tx`, each device differentiates its own rows of the
     batch and adds to its own partial sum; `fun` and `weight_fn` see the
-    rows of one device. All devices get every other argument whole. Only a
-    static `flush=True` (a Python bool) lets the last backward pass of a
-    window add over the devices, too (`Devices(overlap=)`).
+    rows of one device: a micro-batch, also with `every=1`. All devices get
+    every other argument whole. Only a static `flush=True` (a Python bool)
+    lets the last backward pass of a window add over the devices, too
+    (`Devices(overlap=)`).
 
     Returns:
       A function `step(params, state, *args, **keywords) -> (value, params,
@@ -170,7 +171,8 @@ def value_and_apply_gradients(
         in_place=in_place,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
-        reads=reads if rules and rules.schedule.holds else None,
+        reads=reads if rules else None,
+        holds=rules is not None and rules.schedule.holds,
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")

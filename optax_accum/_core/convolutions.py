@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from optax_accum._core import compilers, tracing
+from optax_accum._core import compilers, rules, tracing
 from optax_accum._core.equations import every_equation
 from optax_accum._core.leaves import is_array, parted
 
@@ -43,22 +42,9 @@ def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         arrays, filled = parted(args, is_array)
         program, shapes = jax.make_jaxpr(lambda arrays: fun(*filled(arrays)), return_shape=True)(arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), _run(Rewriting().program(program), arrays))
+        return jax.tree.unflatten(jax.tree.structure(shapes), rules.run(Rewriting().program(program), arrays))
 
     return run
-
-
-def _run(program: Any, values: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = compilers.opened(program)
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for equation in jaxpr.eqns:
-        results = compilers.bind(equation, list(map(read, equation.invars)))
-        env.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
 
 
 class Rewriting:
@@ -79,9 +65,8 @@ class Rewriting:
             return equation
         if equation.primitive is PLAIN:
             return equation.replace(primitive=CONVOLUTION)
-        for name, derivative in DERIVATIVES.items():
-            if equation.primitive.name.startswith(name):
-                return _with_rule(equation, derivative)
+        if rules.has_rule(equation):
+            return _with_rule(equation)
         return equation.replace(params={key: jax.tree.map(self._inside, p) for key, p in equation.params.items()})
 
     def _inside(self, leaf: Any) -> Any:
@@ -92,73 +77,12 @@ class Rewriting:
 # Derivatives of the user's own, which JAX traces when it differentiates
 
 
-def _with_rule(equation: Any, derivative: Callable[[Any], Callable[..., Any]]) -> Any:
+def _with_rule(equation: Any) -> Any:
     """A call of a function with a rule, traced, as one equation."""
-    traced = jax.make_jaxpr(jax.jit(derivative(equation)))(*(atom.aval for atom in equation.invars))
+    called = rules.rewritten(equation, _rewritten)
+    traced = jax.make_jaxpr(jax.jit(called))(*(atom.aval for atom in equation.invars))
     (call,) = traced.jaxpr.eqns
     return equation if traced.consts else call.replace(invars=equation.invars, outvars=equation.outvars)
-
-
-def _custom_jvp(equation: Any) -> Callable[..., Any]:
-    called = jax.custom_jvp(_rewritten(_inner(equation)))
-
-    @called.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        moves = [not _is_float0(tangent) for tangent in tangents]
-
-        def pushed(primals: Any, moving: Any) -> Any:
-            filled = _filled(moving, tangents, moves)
-            return jax.jvp(functools.partial(_bound, equation), primals, filled)
-
-        return _rewritten(pushed)(primals, [leaf for leaf in tangents if not _is_float0(leaf)])
-
-    return called
-
-
-def _custom_vjp(equation: Any) -> Callable[..., Any]:
-    called = jax.custom_vjp(_rewritten(_inner(equation)))
-    inexact = [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.invars]
-
-    def forward(*values: Any) -> Any:
-        return _rewritten(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        moves = [not _is_float0(cotangent) for cotangent in cotangents]
-
-        def pulled(residuals: Any, moving: Any) -> Any:
-            gradients = residuals(_filled(moving, cotangents, moves))
-            return [gradient for gradient, wanted in zip(gradients, inexact, strict=True) if wanted]
-
-        given = [leaf for leaf, moving in zip(cotangents, moves, strict=True) if moving]
-        found = iter(_rewritten(pulled)(residuals, given))
-        return tuple(next(found) if wanted else None for wanted in inexact)
-
-    called.defvjp(forward, backward)
-    return called
-
-
-DERIVATIVES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
-
-
-def _inner(equation: Any) -> Callable[..., Any]:
-    key = next(key for key in ("call_jaxpr", "fun_jaxpr") if key in equation.params)
-    return lambda *values: tuple(_run(equation.params[key], values))
-
-
-def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:
-    return tuple(compilers.bind(equation, values))
-
-
-def _is_float0(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
-def _filled(moving: Sequence[Any], like: Sequence[Any], moves: Sequence[bool]) -> tuple[Any, ...]:
-    rest = iter(moving)
-    return tuple(
-        next(rest) if moving else np.zeros(np.shape(leaf), jax.dtypes.float0)
-        for leaf, moving in zip(like, moves, strict=True)
-    )
 
 
 # The convolution: JAX's rules for its own, and another lowering on a CPU

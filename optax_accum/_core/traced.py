@@ -11,11 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core import dtypes, rules, tracing
 from optax_accum._core.equations import all_equations
 from optax_accum._core.types import Tree
-
-RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,8 +58,8 @@ class Traced:
     @functools.cached_property
     def runs_alone(self) -> bool:
         """Whether it can be differentiated as it is: no derivative rule in it closes over a traced value."""
-        rules = [equation for equation in self.equations if equation.primitive.name.startswith(RULES)]
-        return not (rules and _close_over_values(rules))
+        called = list(filter(rules.has_rule, self.equations))
+        return not (called and _close_over_values(called))
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:
@@ -82,38 +80,24 @@ def trace_or_run(fun: Callable[..., Any], *args: Any) -> Traced:
     return dataclasses.replace(traced, run=fun)
 
 
-def _close_over_values(rules: Sequence[Any]) -> bool:
+def _close_over_values(called: Sequence[Any]) -> bool:
     """Whether functions with derivative rules close over traced values: their derivatives alone then have constants."""
     found = []
 
     def differentiate(operands: Sequence[Sequence[Any]]) -> None:
-        for rule, values in zip(rules, operands, strict=True):
+        for rule, values in zip(called, operands, strict=True):
             try:
-                _differentiate(rule, values)
+                rules.differentiated(rule, values)
             except jax.errors.UnexpectedTracerError:  # some versions of JAX raise
                 found.append(rule)
             except Exception:  # the rule itself does, wherever it is differentiated
                 continue
 
     try:
-        program = jax.make_jaxpr(differentiate)([[atom.aval for atom in rule.invars] for rule in rules])
+        program = jax.make_jaxpr(differentiate)([[atom.aval for atom in rule.invars] for rule in called])
     except Exception:  # operands that nobody can stand in for, as references
         return True
     return bool(found) or any(isinstance(const, Tracer) for const in program.consts)
-
-
-def _differentiate(rule: Any, operands: Sequence[Any]) -> None:
-    def call(*operands: Any) -> Sequence[Any]:
-        return compilers.bind(rule, operands)
-
-    def tangent(value: Any) -> Any:
-        return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
-
-    if rule.primitive.name.startswith("custom_jvp_call"):
-        jax.jvp(call, operands, list(map(tangent, operands)))
-    else:
-        results, backward = jax.vjp(call, *operands)
-        backward(jax.tree.map(tangent, results))
 
 
 def with_backward_pass(program: Any) -> Any:

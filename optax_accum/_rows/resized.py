@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from optax_accum._core import compilers
 from optax_accum._core.leaves import is_inexact
@@ -51,7 +51,8 @@ def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
     """Evaluates an equation on values of some rows; `double` is its second trace."""
     of_name = NESTED.get(single.primitive.name)
     if of_name is not None:
-        return of_name(single, double, some, compilers.varying_together(values))
+        with source_info_util.user_context(single.source_info.traceback):  # for the lines of errors
+            return of_name(single, double, some, compilers.varying_together(values))
     params = {key: _resized(value, double.params.get(key), some) for key, value in single.params.items()}
     return compilers.bind(single.replace(params=params), values)
 
@@ -134,7 +135,7 @@ def _while(single: Any, double: Any, some: Some, values: Values) -> Values:
 
 def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Takes new values for rows that go on: in a `while` under `vmap`, each row ends by itself."""
-    more = jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim)))
+    more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
     return jax.lax.select(more, new, old)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import collectives, mapped
 from optax_accum._space.ending import Ending, Endings
+from optax_accum._space.together import together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Device:
       dtype: in which gradients cross the network.
       endings: which windows end with a backward pass that adds gradients over the devices.
       shards: by name, how the arguments are sharded of which each device has a shard.
+      alike: the axes along which devices have the same arguments, but for their rows and keys.
     """
 
     axes: Axes = ()
@@ -34,6 +36,7 @@ class Device:
     dtype: Any = None
     endings: Endings = dataclasses.field(default_factory=Endings)
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
+    alike: Axes = ()
 
     @property
     def count(self) -> int:
@@ -163,6 +166,15 @@ class Device:
     def runs_together(self, loss: Traced) -> bool:
         """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
         return bool(self.axes) and not self._couples(loss) and mapped.may_wait_for_all(loss)
+
+    def in_step(
+        self, fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree]
+    ) -> Callable[..., Any]:
+        """`fun`, whose loops and branches all devices run together where one may have to wait for others.
+
+        `equations` come from a trace of `fun`, if there is one; `differ(*args)` says which leaves a device has alone.
+        """
+        return together(fun, equations, differ, self.alike)
 
     def any_of(self, flags: Tree) -> Tree:
         def any_of(flag: Any) -> Any:

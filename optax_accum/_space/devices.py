@@ -12,6 +12,7 @@ from optax_accum._arguments import checks
 from optax_accum._core import compilers, dtypes
 from optax_accum._core.dtypes import is_float0
 from optax_accum._core.leaves import by_path, is_array
+from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._space import mapped, meshes
@@ -130,6 +131,13 @@ def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
     """Raises unless a state of this weight has partial sums, one for each device (if their number is known)."""
     if not weight.ndim or devices not in (None, len(weight)):
         raise ValueError(_other_devices(weight.shape, devices))
+
+
+def has_several(state: AccumulationState) -> bool:
+    """Whether a window has several micro-batches: of several calls, or, with `every=1`, one on each device."""
+    if not holds_partial_sums(state):
+        return holds_sum(state)
+    return holds_sum(state) or len(state.weight) > 1 or meshes.in_shard_map()  # there each device sees its own alone
 
 
 def check_local(grads: Tree, axes: Axes) -> None:

@@ -5,6 +5,7 @@ axes, each on its device. On every mesh that is an ordinary array: it passes jit
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
+import dataclasses
 from typing import Any, cast
 
 import jax
@@ -45,6 +46,10 @@ def here(devices: Devices) -> Space:
 
 class OverMesh(Several):
     """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
+
+    def __init__(self, devices: Devices):
+        super().__init__(devices)
+        self.device = dataclasses.replace(self.device, alike=self.axes)
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
         return zeros_for(self._sums_like(params, dtype), params, self.axes)
@@ -151,7 +156,7 @@ class ToShards(OverMesh):
         if sharded is not None:
             to = self._shardings(call.arguments[sharded])
             meshes.check_shards(to, self.axes)
-            return Device(self.axes, shards={sharded: to})
+            return Device(self.axes, shards={sharded: to}, alike=self.axes)
 
         def shards(params: Any) -> Any:
             return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]

@@ -161,7 +161,8 @@ def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options:
         def here(*args: Any) -> Any:
             return run(mesh=jax.sharding.get_abstract_mesh())(*args)
 
-        return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
+        with contextlib.nullcontext() if meshes.in_reach() else compilers.tracing_on(mesh):
+            return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
 
     return run_explicit
 
@@ -223,11 +224,11 @@ def _communicating(loss: Traced) -> Iterator[str]:
     """Yields the axes over which a loss communicates."""
     for equation in loss.equations:
         if equation.primitive.name not in _ALONE:
-            named = *_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))
+            named = *names(equation.params.get("axes")), *names(equation.params.get("axis_name"))
             yield from (name for name in named if isinstance(name, str))
 
 
-def _names(axes: Any) -> tuple[Any, ...]:
+def names(axes: Any) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 

@@ -56,6 +56,11 @@ def check_no_other_map(axes: Axes) -> None:
             )
 
 
+def manual_axes() -> Axes:
+    """The axes of the `jax.shard_map` that this runs in; outside of any, none."""
+    return tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes)) if compilers.KNOWS_DEVICES else ()
+
+
 def partitioned_axes() -> Axes:
     """The axes over which the partitioner shards here: of several devices, and outside of any `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -183,7 +188,7 @@ def place(tree: Tree, to: Tree) -> Tree:
 
 def in_shard_map() -> bool:
     """Whether this runs inside a `jax.shard_map`, over any axes."""
-    return compilers.KNOWS_DEVICES and bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return bool(manual_axes())
 
 
 def is_explicit(leaf: Any) -> bool:

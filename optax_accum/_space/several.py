@@ -110,10 +110,14 @@ class InShardMap(Several):
             )
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        def rows(leaf: Any) -> Any:
-            return jnp.zeros((1, *leaf.shape), leaf.dtype)
+        def rows(param: Any, total: Any) -> Any:
+            if not hasattr(total, "dtype"):
+                return total  # MaskedNode where a parameter has no gradient
+            others = compilers.varying_axes(param) - {*self.axes}  # over which each device has a shard of it
+            return mapped.varying(jnp.zeros((1, *total.shape), total.dtype), (*self.axes, *sorted(others)))
 
-        return mapped.varying(jax.tree.map(rows, self._sums_like(params, dtype)), self.axes)
+        params = jax.tree.map(jnp.asarray, params)
+        return jax.tree.map(rows, params, self._sums_like(params, dtype))
 
     def sums(self, shapes: Tree, params: Tree) -> Tree:
         return mapped.varying(mapped.as_row(arithmetic.zeros_of(shapes)), self.axes)

@@ -1,6 +1,7 @@
 """A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,10 +91,19 @@ def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
     elif store.device.is_alone:
-        results = compilers.bind(equation.single, values)
+        results = _in_step(equation, functools.partial(compilers.bind, equation.single), store.device, values)
     else:
         results = _over_devices(equation, levels.kinds[equation], store, values)
     store.values.update(zip(equation.outs, results, strict=True))
+
+
+def _in_step(equation: Equation, run: Any, device: Device, values: list[Any]) -> list[Any]:
+    """Evaluates an equation of this device's rows; all devices run its loops and branches together."""
+
+    def differ(values: list[Any]) -> Any:
+        return [value.axis is not None for value in equation.ins]
+
+    return device.in_step(run, [equation.single], differ)(values)
 
 
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
@@ -101,7 +111,8 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     units, device = store.units, store.device
     every = jnp.arange(units.number)
     if kind is Kind.LOCAL:
-        return of_rows(equation, units, values, every)
+        local = functools.partial(of_rows, equation, units, numbers=every)
+        return _in_step(equation, local, device, values)
     if kind is Kind.PARTIAL:
         part = partial.part_of(equation, units, values, every)
         return [finished(equation, device.joined(partial.reduction_of(equation).joins, part), store)]
@@ -154,7 +165,12 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         rows, parts = of_micro_batch(loop, units, env, units.of_part(index))
         return [*rows, *parts]
 
-    part = convolutions.fast_in_loops(part, [equation.single for equation in loop.equations])
+    def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
+        constants, interleaved = given
+        return (_each(False, constants), _each(True, interleaved)), _each(False, wide), False, _each(True, rows)
+
+    equations = [equation.single for equation in loop.equations]
+    part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
     given, xs = (constants, interleaved), [store.cut(value) for value in moving]
     if store.once and tracing.is_staged():
         offloads = levels.crossing is Crossing.OFFLOAD
@@ -177,6 +193,10 @@ def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
     if equation.name.startswith("scatter"):
         total = total + store.whole(equation.ins[0])
     return total.astype(equation.outs[0].aval.dtype)
+
+
+def _each(flag: bool, tree: Any) -> Any:
+    return jax.tree.map(lambda _: flag, tree)
 
 
 def _same(leaf: Any) -> Any:

@@ -178,7 +178,11 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
         values = (*shared.narrowed(filled(arrays)), *micro_batches)
         return call.with_values((*names, *call.batch), values).fold_key(index).apply(fun)
 
-    run = functools.partial(loops.recomputed(outputs_of, (call[names], batches)), arrays)
+    def differ(arrays: Any, micro_batches: Any, index: Any) -> Any:
+        return [False] * len(jax.tree.leaves(arrays)), jax.tree.map(lambda _: True, micro_batches), False
+
+    in_step = device.in_step(outputs_of, None, differ)
+    run = functools.partial(loops.recomputed(in_step, (call[names], batches)), arrays)
     return _mapped(run, split, batches, shared.Closure(arrays))
 
 

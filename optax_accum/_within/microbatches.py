@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,8 +87,12 @@ class MicroBatches:
         return loss
 
     def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
-        """Makes convolutions on a CPU as fast in a loop as outside; `loss` is the trace of one micro-batch."""
-        return dataclasses.replace(self, parts=convolutions.fast_in_loops(self.parts, loss.jaxpr.eqns))
+        """Makes convolutions on a CPU as fast in a loop as outside; `loss` is the trace of one micro-batch.
+
+        All devices run its loops and branches together, where one may have to wait for another.
+        """
+        parts = functools.partial(_in_step, self.parts, self.device, loss.jaxpr.eqns)
+        return dataclasses.replace(self, parts=convolutions.fast_in_loops(parts, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
         """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
@@ -168,6 +172,19 @@ def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: s
     rest = splitting.remainder(split, batches) if split.rest else None
     interleaved = batches if sizes.stacked else splitting.interleaved(split, batches)
     return MicroBatches(parts, device, call, split, interleaved, rest)
+
+
+def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
+    names, own = tuple(call.arguments), {*call.batch, call.rng}
+
+    def of_values(*values: Any) -> Parts:
+        return parts(call.with_values(names, values))
+
+    def differ(*values: Any) -> Tree:
+        """Each device has its own rows, and its own key."""
+        return [jax.tree.map(lambda _: name in own, value) for name, value in zip(names, values, strict=True)]  # noqa: B023
+
+    return device.in_step(of_values, equations, differ)(*call[names])
 
 
 def checked_batch(call: Call, sizes: splitting.Sizes) -> Call:

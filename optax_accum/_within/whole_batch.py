@@ -76,7 +76,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
         return _at_once(rules, device, call, fun)
     try:
-        over = device if device.one_batch else Device()
+        over = device if device.one_batch else Device(alike=device.alike)
         loss = trace_call(fun, call, rules.sizes, call.params, over, rules.crossing)
     except UndividedError as error:
         if not may_run_at_once:

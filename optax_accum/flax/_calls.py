@@ -11,16 +11,13 @@ from optax_accum._across.transformation import axes_of, rules_of
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core import arithmetic
-from optax_accum._core.state import (
-    holds_partial_sums,
-    holds_sum,
-)
+from optax_accum._core.state import holds_partial_sums
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
 from optax_accum._space.device import Device
-from optax_accum._space.devices import PARTIAL, Devices, as_devices
+from optax_accum._space.devices import PARTIAL, Devices, as_devices, has_several
 from optax_accum._space.here import here
 from optax_accum.flax._window import check_metrics, find_window, weighted
 
@@ -30,8 +27,8 @@ class StepWeighing(NamedTuple):
 
     Attributes:
       weight_fn: the user's; if the optimizer takes a sum, a function that returns 1; or None.
-      weigher: without a `weight_fn`, reads the weight off the loss; None where no window averages several calls: a
-        micro-batch then counts by its rows.
+      weigher: without a `weight_fn`, reads the weight off the loss; None where no window averages several
+        micro-batches, of calls or of devices: a call then counts by its rows.
     """
 
     weight_fn: Callable[..., Any] | None
@@ -39,7 +36,13 @@ class StepWeighing(NamedTuple):
 
     @classmethod
     def chosen(
-        cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher, call: Call
+        cls,
+        tx: Any,
+        opt_state: Tree,
+        weight_fn: Callable[..., Any] | None,
+        weigher: Weigher,
+        call: Call,
+        options: Mapping[str, Any],
     ) -> "StepWeighing":
         rules, window = rules_of(tx), find_window(opt_state)
         if weight_fn is not None or window is None:
@@ -47,7 +50,9 @@ class StepWeighing(NamedTuple):
         if rules is not None and not rules.divisor.is_mean:
             weigher.check_sum(call)
             return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
-        return cls(None, weigher if holds_sum(window) else None)
+        # Partial sums are weighed one by one, of one call and one device, too.
+        averages = has_several(window) or (has_partial_sums(options) and options.get("num_microbatches") != 1)
+        return cls(None, weigher if averages else None)
 
     @property
     def options(self) -> dict[str, Any]:

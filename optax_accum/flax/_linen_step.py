@@ -131,7 +131,7 @@ def train_step(
         still = state.replace(params=None, opt_state=None, window=None)
         weigher = Weigher(with_outputs, roles, has_aux=True)
         call = roles.bind((state.params, batch, key, still), {})
-        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call)
+        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call, own)
         sums, grads = computed(own, weighing, state.params, batch, key, still)
         totals = _calls.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}

@@ -119,7 +119,7 @@ def train_step(
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         call = call_of_arrays(with_metrics, model, batch, wrt)
         of_loss = weigher(with_metrics, model, batch, wrt)
-        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call)
+        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call, placed)
         (sums, rows), grads = computed(placed, weighing, model, batch)
         totals, rows = _calls.over_devices((sums, rows), placed)
         metrics = weighted_mean(totals)

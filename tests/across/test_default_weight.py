@@ -154,14 +154,74 @@ def test_inside_a_chain_a_weight_that_the_loss_returns_stays():
     assert not np.allclose(found[0], trained(masked, (4, 2, 6), tx=tx), rtol=1e-3)
 
 
-@pytest.mark.sweep
-@needs_devices
-def test_each_device_weighs_its_own_rows():
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices="data")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+def over(devices, loss, sizes, tx=None):
+    """The parameters after one window on so many devices."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes), devices="data") if tx is None else tx
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+    )
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
-        now = trained(masked, (4, 8), place, tx)
+        return trained(loss, sizes, place, tx)
+
+
+def unguarded(w, batch):
+    return jnp.sum(batch["mask"] * errors(w, batch)) / jnp.sum(batch["mask"])
+
+
+@needs_devices
+@pytest.mark.parametrize(("devices", "sizes"), [(4, (12,)), *sweep([(1, (12,)), (2, (12,)), (2, (4, 8))])], ids=str)
+@pytest.mark.parametrize("loss", [masked, *sweep([unguarded])])
+def test_each_device_weighs_its_own_rows(loss, devices, sizes):
+    """Also where a window is one call (`every=1`): it has as many micro-batches as there are devices."""
+    np.testing.assert_allclose(over(devices, loss, sizes), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+
+
+@pytest.mark.sweep
+@needs_devices
+def test_a_device_of_padding_alone_counts_nothing_with_every_1(monkeypatch):
+    """Its loss is 0 / 0."""
+    monkeypatch.setitem(BATCH, "mask", np.float32([0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 0]))
+    np.testing.assert_allclose(over(4, unguarded, (12,)), W - jax.grad(unguarded)(W, BATCH), rtol=1e-5)
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (normalised, "each row takes a mean over rows, test_default_weight.py:"),
+        (two_means, r"divided by the sum over rows at test_default_weight.py:\d+ and by the number of rows"),
+        (total, r"divided by no count of them \(test_default_weight.py:\d+\)"),
+    ],
+)
+def test_several_devices_are_several_micro_batches_with_every_1(loss, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
+        over(2, loss, (12,))
+    np.testing.assert_allclose(over(1, loss, (12,)), W - jax.grad(loss)(W, BATCH), rtol=1e-5)  # one alone is whole
+
+
+@pytest.mark.sweep
+@needs_devices
+def test_a_sum_with_every_1_is_read_over_devices_too():
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduction="sum", devices="data")
+    np.testing.assert_allclose(over(2, total, (12,), tx), W - jax.grad(total)(W, BATCH), rtol=1e-5)
+    with pytest.warns(UserWarning, match="(?s)micro-batches of this loss add up.*each row takes a mean over rows"):
+        over(2, normalised, (12,), tx)
+
+
+@needs_devices
+@pytest.mark.parametrize("outside", [[], *sweep([[optax.identity()]])], ids=["a window", "a window inside a chain"])
+def test_a_window_of_one_call_in_a_shard_map_of_the_user_has_several_micro_batches_too(outside):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, devices="data")
+    tx = optax.chain(*outside, tx) if outside else tx
+
+    def run(w, batch):
+        return optax_accum.value_and_apply_gradients(masked, tx)(w, tx.init(w), batch)[1]
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    with jax.set_mesh(mesh):
+        now = jax.jit(run)(W, BATCH)
     np.testing.assert_allclose(now, W - jax.grad(masked)(W, BATCH), rtol=1e-5)
 
 

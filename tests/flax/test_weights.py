@@ -138,6 +138,25 @@ def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
         assert_whole(STEPS[step](fractional, tx, (4, 8), place, num_microbatches=2, **options), fractional)
 
 
+@needs_devices
+@pytest.mark.parametrize(("devices", "cut"), [(4, 1), *sweep([(2, 3), (1, 2), (1, 1)])], ids=str)
+@each
+def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices, cut):
+    """`every=1`: they are weighed, and refused where no weight is right; one alone is the whole batch."""
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
+    tx, options = window(every=1, devices="data"), {"num_microbatches": cut}
+    with jax.set_mesh(mesh):
+        assert_whole(trained(masked, tx, (12,), place, **options), masked)
+        if devices == cut == 1:
+            assert_whole(trained(two_means, tx, (12,), place, **options), two_means)
+        else:
+            with pytest.raises(ValueError, match="divided by the sum over rows at .* and by the number of rows"):
+                trained(two_means, tx, (12,), place, **options)
+
+
 @each
 @pytest.mark.parametrize(
     ("loss", "message"),

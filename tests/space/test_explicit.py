@@ -168,3 +168,20 @@ def test_in_place_where_the_parameters_lie_on_the_mesh(caplog):
         run.lower(*placed(scale_is_placed=False))
     with jax.set_mesh(paths.mesh_of("Explicit")):  # the remedy
         run.lower(*placed(scale_is_placed=False))
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, *sweep([lambda run: run])])
+def test_an_auto_axis_beside_an_explicit_one_needs_no_set_mesh(compiled):
+    """The arrays tell the mesh; JAX asks for one in reach."""
+    kinds = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=kinds)
+    w = paths.on_mesh(mesh, np.linspace(0, 1, 24, dtype="f").reshape(3, 8), P(None, "tp"))
+    x = np.linspace(-1, 1, 24, dtype="f").reshape(8, 3)
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, devices="data")
+    across = lambda w, x: w - optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1]
+    within = lambda w, x: optax_accum.value_and_grad(loss, 2, devices="data")(w, x)[1]
+    want = jax.grad(loss)(np.asarray(w), x)
+    for run in (across, within):
+        found = compiled(run)(w, paths.on_mesh(mesh, x, P("data")))
+        np.testing.assert_allclose(np.asarray(found), want, rtol=1e-5, atol=1e-7)

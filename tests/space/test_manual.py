@@ -321,3 +321,23 @@ def test_a_chain_around_the_optimizer_is_named_where_partial_sums_are_missing(me
     with pytest.raises(ValueError, match=r"an optimizer that is in no chain: accumulate_gradients\(optax.chain"):
         step(outside)
     step(inside)  # the remedy
+
+
+@pytest.mark.parametrize("every", [2, *sweep([1])])
+def test_a_state_is_made_inside_with_parameters_sharded_over_another_axis(every):
+    """Its sums have the types of the shards: JAX took no gradient of another type."""
+    mesh, w = paths.mesh_of("Auto"), np.linspace(0, 1, 12, dtype="f").reshape(3, 4)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every, devices="data")
+    loss = lambda w, x: jax.lax.psum(jnp.sum((x @ w) ** 2) / len(x), "other")
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=len)
+
+    def run(w, x):
+        state = tx.init(w)
+        for _ in range(every):
+            _, w, state = step(w, state, x)
+        return w
+
+    inside = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "other"), P("data")), out_specs=P(None, "other"))
+    now = jax.jit(inside)(w, ROWS)
+    want = w - jax.grad(lambda w: jnp.sum((ROWS @ w) ** 2) / len(ROWS))(w)
+    np.testing.assert_allclose(np.asarray(now), want, rtol=1e-5)

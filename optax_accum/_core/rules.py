@@ -1,0 +1,113 @@
+"""Derivative rules of the user's own, which JAX traces when it differentiates: their functions, rewritten."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from optax_accum._core import compilers
+
+Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Any] = compilers.bind) -> list[Any]:
+    """Evaluates a traced program; `bind` evaluates one equation."""
+    jaxpr, consts = compilers.opened(program)
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for equation in jaxpr.eqns:
+        env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def has_rule(equation: Any) -> bool:
+    """Whether an equation calls a function with a derivative of the user's own."""
+    return equation.primitive.name.startswith(tuple(_DERIVATIVES))
+
+
+def rewritten(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
+    """The function that an equation calls, rewritten, with its rewritten rule."""
+    name = next(name for name in _DERIVATIVES if equation.primitive.name.startswith(name))
+    return _DERIVATIVES[name](equation, rewrite)
+
+
+def differentiated(equation: Any, values: Sequence[Any]) -> Any:
+    """The derivative of such an equation, as its rule has it: of all its operands, and in reverse if it says how."""
+
+    def moving(value: Any) -> Any:
+        return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
+
+    call = functools.partial(_bound, equation)
+    if equation.primitive.name.startswith("custom_jvp_call"):
+        return jax.jvp(call, values, list(map(moving, values)))
+    results, backward = jax.vjp(call, *values)
+    return results, backward(jax.tree.map(moving, results))
+
+
+def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
+    called = jax.custom_jvp(rewrite(_inner(equation)))
+
+    @called.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        moves = [not _is_float0(tangent) for tangent in tangents]
+
+        def pushed(primals: Any, moving: Any) -> Any:
+            filled = _filled(moving, tangents, moves)
+            return jax.jvp(functools.partial(_bound, equation), primals, filled)
+
+        return rewrite(pushed)(primals, [leaf for leaf in tangents if not _is_float0(leaf)])
+
+    return called
+
+
+def _custom_vjp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
+    called = jax.custom_vjp(rewrite(_inner(equation)))
+    inexact = [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.invars]
+
+    def forward(*values: Any) -> Any:
+        return rewrite(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        moves = [not _is_float0(cotangent) for cotangent in cotangents]
+
+        def pulled(residuals: Any, moving: Any) -> Any:
+            gradients = residuals(_filled(moving, cotangents, moves))
+            return [gradient for gradient, wanted in zip(gradients, inexact, strict=True) if wanted]
+
+        given = [leaf for leaf, moving in zip(cotangents, moves, strict=True) if moving]
+        found = iter(rewrite(pulled)(residuals, given))
+        return tuple(next(found) if wanted else None for wanted in inexact)
+
+    called.defvjp(forward, backward)
+    return called
+
+
+_DERIVATIVES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+
+
+def _inner(equation: Any) -> Callable[..., Any]:
+    key = next(key for key in ("call_jaxpr", "fun_jaxpr") if key in equation.params)
+    return lambda *values: tuple(run(equation.params[key], values))
+
+
+def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:
+    return tuple(compilers.bind(equation, values))
+
+
+def _is_float0(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _filled(moving: Sequence[Any], like: Sequence[Any], moves: Sequence[bool]) -> tuple[Any, ...]:
+    rest = iter(moving)
+    return tuple(
+        next(rest) if moving else np.zeros(np.shape(leaf), jax.dtypes.float0)
+        for leaf, moving in zip(like, moves, strict=True)
+    )

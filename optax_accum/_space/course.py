@@ -1,0 +1,146 @@
+"""Which loops and branches of a traced program take a course that a device's own rows decide.
+
+Values that differ between devices are followed from the inputs. Types do not tell it: parameters have the type of
+values that differ, so that no gradient is reduced; and the counter of a loop that each device leaves at its own time
+has the type of a value that all devices have alike.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from optax_accum._core import compilers, rules
+from optax_accum._core.equations import every_equation, inner_programs
+from optax_accum._core.types import Axes
+from optax_accum._space import mapped
+
+Differ = list[bool]  # for each value, whether it may differ between devices
+
+
+class Course:
+    """The course of a program inside `jax.shard_map` over these axes; `differ` says which of its inputs do."""
+
+    def __init__(self, program: Any, axes: Axes, differ: Differ):
+        self.axes = axes
+        self.decided: dict[int, Any] = {}  # by id, the equations whose course each device decides
+        self.asks_rules = True  # a rule often calls its own function: rules inside rules are asked when they run
+        self.walk(program, differ, [may_differ(const, axes) for const in program.consts])
+
+    def changes(self, equation: Any) -> bool:
+        """Whether a device decides the course of an equation, or of one inside it."""
+        return bool(self.decided) and any(id(inner) in self.decided for inner in every_equation(equation))
+
+    def walk(self, program: Any, differ: Differ, of_consts: Differ | None = None) -> Differ:
+        """Finds the equations that devices decide; returns which results differ."""
+        jaxpr = compilers.opened(program)[0]
+        known = dict(zip(jaxpr.invars, differ, strict=True))
+        known |= dict(zip(jaxpr.constvars, of_consts or [False] * len(jaxpr.constvars), strict=True))
+
+        def read(atom: Any) -> bool:
+            return not isinstance(atom, core.Literal) and known[atom]
+
+        for equation in jaxpr.eqns:
+            rule = _RULES.get(equation.primitive.name, _of_rule if rules.has_rule(equation) else _other)
+            known.update(zip(equation.outvars, rule(self, equation, list(map(read, equation.invars))), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def decide(self, equation: Any) -> Differ:
+        self.decided[id(equation)] = equation
+        return [True] * len(equation.outvars)
+
+
+def may_differ(leaf: Any, axes: Axes) -> bool:
+    """Whether the type of a value leaves it open that it differs; under `check_vma=False` types tell nothing."""
+    return bool(axes) and (mapped.differs(leaf, axes) or not mapped.tells_apart(axes))
+
+
+def may_be_decided(equation: Any) -> bool:
+    """Whether an equation has a loop or a branch inside, or a derivative rule that may have one."""
+    return any(inner.primitive.name in ("while", "cond") or rules.has_rule(inner) for inner in every_equation(equation))
+
+
+# What an equation does to values that differ
+
+
+def _while(course: Course, equation: Any, differ: Differ) -> Differ:
+    params = equation.params
+    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = differ[of_body:]
+    while True:
+        (decided,) = course.walk(params["cond_jaxpr"], [*differ[:of_cond], *carry])
+        carry = [True] * len(carry) if decided else carry
+        after = course.walk(params["body_jaxpr"], [*differ[of_cond:of_body], *carry])
+        if decided:
+            return course.decide(equation)
+        if not _grows(carry, after):
+            return carry
+        carry = _either(carry, after)
+
+
+def _scan(course: Course, equation: Any, differ: Differ) -> Differ:
+    consts, carried = compilers.sizes_of_scan(equation)
+    fixed, carry, xs = differ[:consts], differ[consts : consts + carried], differ[consts + carried :]
+    while True:
+        outs = course.walk(equation.params["jaxpr"], [*fixed, *carry, *xs])
+        if not _grows(carry, outs[:carried]):
+            return outs
+        carry = _either(carry, outs[:carried])
+
+
+def _cond(course: Course, equation: Any, differ: Differ) -> Differ:
+    outs = [course.walk(branch, differ[1:]) for branch in equation.params["branches"]]
+    return course.decide(equation) if differ[0] else [any(each) for each in zip(*outs, strict=True)]
+
+
+def _of_rule(course: Course, equation: Any, differ: Differ) -> Differ:
+    """A function with a derivative of the user's own, in which loops and branches may stand, too."""
+
+    def derivative(values: Sequence[Any]) -> Any:
+        return rules.differentiated(equation, values)
+
+    outs, before = _other(course, equation, differ), len(course.decided)
+    if not course.asks_rules:
+        return outs
+    try:
+        program = jax.make_jaxpr(derivative)([atom.aval for atom in equation.invars])
+    except Exception:  # the rule raises, wherever it is differentiated
+        return outs
+    course.asks_rules = False
+    course.walk(program, [any(differ)] * len(program.jaxpr.invars), [any(differ)] * len(program.consts))
+    course.asks_rules = True
+    if len(course.decided) > before:
+        course.decide(equation)
+    return outs
+
+
+def _other(course: Course, equation: Any, differ: Differ) -> Differ:
+    outs = [any(differ) and not _agrees(course, equation)] * len(equation.outvars)
+    if equation.primitive.name == "axis_index":
+        return [equation.params["axis_name"] in course.axes]
+    for program in () if equation.primitive.name in _KERNELS else inner_programs(equation):
+        is_called = len(program.invars) == len(differ) and len(program.outvars) == len(outs)
+        found = course.walk(program, differ if is_called else [any(differ)] * len(program.invars))
+        outs = found if is_called else outs
+    return outs
+
+
+def _agrees(course: Course, equation: Any) -> bool:
+    """Whether an equation joins the values of all devices: all have the same result."""
+    params = equation.params
+    joins = equation.primitive.name.startswith(("psum", "pmax", "pmin", "all_gather"))
+    names = {name for key in ("axes", "axis_name") for name in mapped.names(params.get(key))}
+    return joins and set(course.axes) <= names and params.get("axis_index_groups") is None
+
+
+def _grows(old: Differ, new: Differ) -> bool:
+    return any(is_new and not was for was, is_new in zip(old, new, strict=True))
+
+
+def _either(old: Differ, new: Differ) -> Differ:
+    return [was or is_new for was, is_new in zip(old, new, strict=True)]
+
+
+_KERNELS = {"pallas_call"}  # their loops wait for nobody
+_RULES: dict[str, Callable[[Course, Any, Differ], Differ]] = {"while": _while, "scan": _scan, "cond": _cond}

@@ -1,0 +1,248 @@
+"""Devices that must run the same program run loops and branches together, though each has rows of its own.
+
+Inside a `jax.shard_map` over some axes of a mesh, the partitioner shards arrays over the others, and puts collectives
+wherever it likes: also into a loop that each device runs for as long as its own rows need, or a branch that one device
+takes and another does not. Devices then wait for others that never come. So a loop goes on while any device goes on,
+and a device that is done keeps its carry; of a branch each device runs all sides, and selects. The values are the same.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import compilers, rules
+from optax_accum._core.equations import inner_programs
+from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.types import Axes, Tree
+from optax_accum._rows.places import place_of
+from optax_accum._space import mapped, meshes
+from optax_accum._space.course import Course, may_be_decided, may_differ
+
+Values = Sequence[Any]
+
+
+def together(
+    fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree], axes: Axes
+) -> Callable[..., Any]:
+    """`fun`, whose loops and branches all devices run together; `fun` itself where no device has to wait.
+
+    `equations` come from a trace of `fun`, if there is one. `differ(*args)` says which leaves differ along the `axes`;
+    for other axes of a `jax.shard_map` types do.
+    """
+    manual = meshes.manual_axes()
+    if not manual or not meshes.partitioned_axes():
+        return fun
+    if equations is not None and not any(map(may_be_decided, equations)):
+        return fun
+    others = tuple(axis for axis in manual if axis not in axes)
+
+    def of_leaves(args: Any) -> list[bool]:
+        of_axes = jax.tree.leaves(differ(*args)) if axes else [False] * len(jax.tree.leaves(args))
+        pairs = zip(of_axes, jax.tree.leaves(args), strict=True)
+        return [flag or may_differ(leaf, others) for flag, leaf in pairs if is_array(leaf)]
+
+    return _rewritten(manual, of_leaves, fun)
+
+
+def _rewritten(axes: Axes, differ: Callable[[Any], list[bool]], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, traced at each call, and run together."""
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        arrays, filled = parted(args, is_array)
+        program, shapes = jax.make_jaxpr(lambda arrays: fun(*filled(arrays)), return_shape=True)(arrays)
+        course = Course(program, axes, differ(args))
+        if not course.decided:
+            return fun(*args)
+        return jax.tree.unflatten(jax.tree.structure(shapes), Together(course).run(program, arrays))
+
+    return run
+
+
+class Together:
+    """Evaluates traced programs; what a device decides, all devices run."""
+
+    def __init__(self, course: Course):
+        self.course, self.axes = course, course.axes
+
+    def run(self, program: Any, values: Values) -> list[Any]:
+        return rules.run(program, values, self.bind)
+
+    def bind(self, equation: Any, values: Values) -> Values:
+        """Evaluates one equation; a program inside it anew, where its types no longer tell which values differ."""
+        changes = self.course.changes(equation)
+        if not changes and not (any(inner_programs(equation)) and self._differ_more(equation, values)):
+            return compilers.bind(equation, values)
+        name = equation.primitive.name
+        evaluate = _CALLS.get(name, _of_rule if rules.has_rule(equation) else None)
+        if evaluate is not None:
+            return evaluate(self, equation, compilers.varying_together(values))
+        if changes:
+            self.refuse(equation, f"{name!r} calls them, and cannot be run otherwise")
+        return compilers.bind(equation, values)
+
+    def is_decided(self, equation: Any) -> bool:
+        return id(equation) in self.course.decided
+
+    def any_device(self, more: jax.Array) -> jax.Array:
+        """Whether any row of any device goes on."""
+        flag = mapped.varying(jnp.any(more).astype(jnp.int32), self.axes)
+        return jax.lax.psum(flag, self.axes) > 0
+
+    def refuse(self, equation: Any, why: str) -> None:
+        partitioned = ", ".join(map(repr, meshes.partitioned_axes()))
+        raise ValueError(
+            "With devices, all devices run together the loops and branches that a device's own rows decide, for arrays "
+            f"may be sharded over other axes of the mesh ({partitioned}): at {place_of(equation)} {why}. Take that out "
+            "of the loop or the branch (jnp.where selects without one); or leave out devices."
+        )
+
+    def _differ_more(self, equation: Any, values: Values) -> bool:
+        """Whether values differ between devices that had another type when the program was traced."""
+        pairs = zip(values, equation.invars, strict=True)
+        return any(
+            mapped.differs(value, self.axes) and not mapped.differs(atom.aval, self.axes) for value, atom in pairs
+        )
+
+
+# Loops and branches
+
+
+def _while(devices: Together, equation: Any, values: Values) -> Values:
+    params, decided = equation.params, devices.is_decided(equation)
+    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    batched = bool(params["cond_jaxpr"].out_avals[0].shape)
+    if decided and not batched and equation.effects:
+        devices.refuse(equation, f"a loop has effects ({_listed(equation.effects)}), which it would have too often")
+    goes_on_anywhere = devices.any_device if decided else jnp.any
+    values = mapped.varying(list(values), devices.axes) if decided else values
+
+    def goes_on(carry: Values) -> jax.Array:
+        return devices.run(params["cond_jaxpr"], [*values[:of_cond], *carry])[0]
+
+    def step(state: Any) -> Any:
+        _, more, carry = state
+        after = devices.run(params["body_jaxpr"], [*values[of_cond:of_body], *carry])
+        after = compilers.varying_together(after, like=values)
+        if decided or batched:
+            after = [_where(more, new, old) for new, old in zip(after, carry, strict=True)]
+        return state_of(after)
+
+    def state_of(carry: list[Any]) -> Any:
+        more = goes_on(carry)
+        return goes_on_anywhere(more), more, carry
+
+    return jax.lax.while_loop(lambda state: state[0], step, state_of(list(values[of_body:])))[2]
+
+
+def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """New values for the rows that go on."""
+    if more.ndim:
+        more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
+    return jax.lax.select(*compilers.varying_together([more, new, old]))
+
+
+def _cond(devices: Together, equation: Any, values: Values) -> Values:
+    index, *operands = values
+    branches = equation.params["branches"]
+    index = jnp.clip(jnp.asarray(index).astype(jnp.int32), 0, len(branches) - 1)
+    if not devices.is_decided(equation):
+        sides = [functools.partial(devices.run, branch) for branch in branches]
+        return jax.lax.switch(index, [lambda *v, side=side: _alike(side(v), values) for side in sides], *operands)
+    if equation.effects:
+        devices.refuse(
+            equation, f"a branch has effects ({_listed(equation.effects)}), and all devices run all branches"
+        )
+    results: list[Any] = []
+    for number, branch in enumerate(branches):
+        taken = index == number
+        found = devices.run(branch, [_if_taken(taken, value) for value in operands])
+        results = [_where(taken, *pair) for pair in zip(found, results, strict=True)] if number else found
+    return _alike(results, values)
+
+
+def _if_taken(taken: jax.Array, value: Any) -> Any:
+    """The value, whose gradient is zero where a branch is not taken: there it may be 0 / 0."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    return _where(taken, value, jax.lax.stop_gradient(value))
+
+
+def _alike(results: Values, values: Values) -> list[Any]:
+    return compilers.varying_together(results, like=values)
+
+
+def _listed(effects: Any) -> str:
+    return ", ".join(sorted(str(effect) or type(effect).__name__ for effect in effects))
+
+
+# Programs that an equation calls
+
+
+def _called(devices: Together, equation: Any, values: Values) -> Values:
+    (program,) = (equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params)
+    return devices.run(program, values)
+
+
+def _checkpoint(devices: Together, equation: Any, values: Values) -> Values:
+    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
+    body = functools.partial(devices.run, equation.params["jaxpr"])
+    return jax.checkpoint(lambda *values: body(values), **options)(*values)
+
+
+def _scan(devices: Together, equation: Any, values: Values) -> Values:
+    params = equation.params
+    consts, carried = compilers.sizes_of_scan(equation)
+    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = _alike(devices.run(params["jaxpr"], [*fixed, *carry, *x]), values)
+        return out[:carried], out[carried:]
+
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
+    return [*carry, *ys]
+
+
+def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
+    jaxprs, lengths = equation.params["jaxprs"], equation.params["const_lengths"]
+    rest, parts = list(values), []
+    for length in lengths:
+        parts.append(rest[:length])
+        rest = rest[length:]
+    consts, size = type(lengths)(*parts), len(rest)
+
+    def run(name: str, value: Values) -> list[Any]:
+        return _alike(devices.run(getattr(jaxprs, name), [*getattr(consts, name), *value]), values)
+
+    def solver(name: str) -> Callable[..., Any]:
+        def solve(_: Any, value: Values) -> tuple[list[Any], list[Any]]:
+            found = run(name, value)
+            return found[:size], found[size:]
+
+        return solve
+
+    transposed = None if jaxprs.transpose_solve is None else solver("transpose_solve")
+    matvec = functools.partial(run, "matvec")
+    result: Any = jax.lax.custom_linear_solve(matvec, rest, solver("solve"), transposed, has_aux=True)
+    return [*result[0], *result[1]]
+
+
+def _of_rule(devices: Together, equation: Any, values: Values) -> Values:
+    def differ(args: Any) -> list[bool]:
+        return [True for leaf in jax.tree.leaves(args) if is_array(leaf)]
+
+    return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
+
+
+_CALLS: dict[str, Callable[[Together, Any, Values], Values]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"), _called),
+    **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
+    "cond": _cond,
+    "custom_linear_solve": _linear_solve,
+    "scan": _scan,
+    "while": _while,
+}
