@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
-from optax_accum._rows import locality
+from optax_accum._rows import locality, moving
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, Stage
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
@@ -88,8 +88,8 @@ class _Division:
         at = max((self.level.get(value, 0) for value in equation.ins), default=0)
         if not self.model.isdisjoint(equation.ins):
             self.model.update(equation.outs)
-            if equation.name != "stop_gradient" and not self.moving.isdisjoint(equation.ins):
-                self.moving.update(equation.outs)
+            moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
+            self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
             waits = any(value in self.made and value in self.model for value in equation.ins)
             at += kind is Kind.PARTIAL or (kind is not Kind.LOCAL and waits and kind is Kind.WHOLE)
         self.at[equation] = at

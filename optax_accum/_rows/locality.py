@@ -11,6 +11,7 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import all_equations, inner_programs
+from optax_accum._rows import moving
 from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -85,20 +86,7 @@ register(CALLS, local=_is_call_local)
 
 
 def _is_inside_local(view: View, single: Any, double: Any) -> bool:
-    moves = _moving_inside(view, compilers.opened(single)[0])
-    return are_local(single, double, view.rows, view.asks_rules, moves)
-
-
-def _moving_inside(view: View, program: Any) -> Sequence[bool] | None:
-    """Which operands of a program inside an equation a derivative may move; None if that is not known."""
-    if view.moves is None or not any(view.moves):
-        return view.moves and [False] * len(program.invars)
-    if view.name == "scan":  # what one iteration moves, the next carries
-        consts, carried = compilers.sizes_of_scan(view.single)
-        return [*view.moves[:consts], *([True] * carried), *view.moves[consts + carried :]]
-    if view.name in ("cond", "while"):
-        return None
-    return view.moves if len(view.moves) == len(program.invars) else None
+    return are_local(single, double, view.rows, view.asks_rules, moving.inside(view.single, view.moves, single))
 
 
 def are_local(
@@ -112,16 +100,11 @@ def are_local(
     (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, double_consts, strict=True)):
         return False
-    variables = of_single.invars
-    moving = None if moves is None else {var for var, moves_ in zip(variables, moves, strict=True) if moves_}
     try:
-        for a, b in in_step(of_single, of_double):
-            view = view_of(a, b, rows, asks_rules)
-            if moving is not None:
-                view = view._replace(moves=[isinstance(atom, core.Var) and atom in moving for atom in a.invars])
-                if any(view.moves or ()) and a.primitive.name != "stop_gradient":
-                    moving.update(a.outvars)
-            if not _is_free_or_local(view):
+        for (a, b), (_, moves_) in zip(
+            in_step(of_single, of_double), moving.each_equation(of_single, moves), strict=True
+        ):
+            if not _is_free_or_local(view_of(a, b, rows, asks_rules)._replace(moves=moves_)):
                 return False
     except OtherProgramError:
         return False
@@ -167,7 +150,7 @@ def _same_literals(single: Any, double: Any) -> bool:
 def _same_atom(a: Any, b: Any) -> bool:
     if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
         return isinstance(a, core.Literal) == isinstance(b, core.Literal)
-    return np.array_equal(a.val, b.val, equal_nan=_inexact([a])[0])  # only inexact numbers can be NaN
+    return np.array_equal(a.val, b.val, equal_nan=moving.is_inexact(a))  # only inexact numbers can be NaN
 
 
 def unknown(view: View) -> Iterator[str]:
@@ -192,7 +175,7 @@ def _rule_is_local(view: View) -> bool:
         return True
     try:
         if view.name == "custom_jvp_call":
-            return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks_rules=False)
+            return are_local(*derivative_of(view.single, view.double, forward, view.moves), view.rows, asks_rules=False)
         if view.name.startswith("custom_vjp_call"):
             return adds_up(*derivative_of(view.single, view.double, backward, view.moves), view.rows)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
@@ -215,11 +198,11 @@ def derivative_of(
 
 def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None) -> Any:
     """The trace of a derivative by the operands that may move; by default, all that are inexact."""
-    inexact = _inexact(eqn.invars)
+    inexact = list(map(moving.is_inexact, eqn.invars))
     moves = inexact if moves is None else [a and b for a, b in zip(moves, inexact, strict=True)]
     values = [_shape(var) for var in eqn.invars]
     given = eqn.invars if derivative is forward else eqn.outvars
-    moved = moves if derivative is forward else _inexact(eqn.outvars)
+    moved = moves if derivative is forward else list(map(moving.is_inexact, eqn.outvars))
     changes = [_shape(var) for var, moves_ in zip(given, moved, strict=True) if moves_]
     return jax.make_jaxpr(functools.partial(derivative, eqn, moves))(values, changes)
 
@@ -228,36 +211,31 @@ def _shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=compilers.explicit_sharding(var.aval))
 
 
-def _inexact(variables: Sequence[Any]) -> list[bool]:
-    """Which variables may have a derivative."""
-    return [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in variables]
-
-
 def forward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The results of an equation and their tangents; an integer's tangent is zero."""
-    fun, moving = _of_moving(eqn, moves, values)
-    outs, moved = jax.jvp(fun, moving, list(tangents))
+    fun, at = _of_moving(eqn, moves, values)
+    outs, moved = jax.jvp(fun, at, list(tangents))
     return outs, moved
 
 
 def backward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
     """The cotangents of an equation's operands that may move."""
-    fun, moving = _of_moving(eqn, moves, values)
-    outs, back = jax.vjp(fun, *moving)
+    fun, at = _of_moving(eqn, moves, values)
+    outs, back = jax.vjp(fun, *at)
     given = iter(cotangents)
 
     def none(leaf: Any) -> Any:
         return np.zeros(leaf.shape, jax.dtypes.float0)
 
-    pairs = zip(_inexact(eqn.outvars), outs, strict=True)
+    pairs = zip(map(moving.is_inexact, eqn.outvars), outs, strict=True)
     return back([next(given) if is_inexact else none(leaf) for is_inexact, leaf in pairs])
 
 
 def _of_moving(eqn: Any, moves: Sequence[bool], values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
     """An equation as a function of the operands that may move, and these operands."""
 
-    def fun(*moving: Any) -> list[Any]:
-        rest = iter(moving)
+    def fun(*given: Any) -> list[Any]:
+        rest = iter(given)
         return list(compilers.bind(eqn, [next(rest) if m else v for v, m in zip(values, moves, strict=True)]))
 
     return fun, [value for value, m in zip(values, moves, strict=True) if m]
@@ -288,7 +266,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
                 of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
             )
             # Rounded to integers, a sum is no sum.
-            if view.has_rows or view.makes_rows or not is_linear or not all(_inexact(a.outvars)):
+            if view.has_rows or view.makes_rows or not is_linear or not all(map(moving.is_inexact, a.outvars)):
                 return False
             sums.update(a.outvars)
         elif is_partial(view) and row.partial.joins == "sum":

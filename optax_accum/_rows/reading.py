@@ -92,7 +92,7 @@ class Reading:
         if not of_model:
             self._find_again(equation)
         form = self._of(equation, kind)
-        if of_model and any(nonlinear_rules(equation.single)):
+        if of_model and any(nonlinear_rules(equation.single, [v in self.levels.moving for v in equation.ins])):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)

@@ -150,17 +150,20 @@ def _custom(derivative: Callable[..., Any], single: Any, double: Any, some: Some
 
 
 def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
-    """A function with the user's derivative, which is traced, too."""
+    """A function with the user's derivative, which is traced for the operands that move."""
     called = jax.custom_jvp(lambda *values: fun(values))
-    traces = locality.derivative_of(single, double, locality.forward)
 
-    @called.defjvp
-    def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
-        moving = [tangent for tangent in tangents if tangent.dtype != jax.dtypes.float0]
+    def derivative(primals: Values, tangents: Values) -> tuple[Values, Values]:
+        moves = [not _is_zero(tangent) and is_inexact(tangent) for tangent in tangents]
+        traces = locality.derivative_of(single, double, locality.forward, moves)
+        if some.size != some.rows[0] and not locality.are_local(*traces, some.rows, asks_rules=False):
+            raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
+        moving = (tangent for tangent, moves_ in zip(tangents, moves, strict=True) if moves_)
         outs = run(*traces, some, [*primals, *moving])
         half = len(single.outvars)
         return outs[:half], outs[half:]
 
+    called.defjvp(derivative, symbolic_zeros=True)
     return called
 
 
@@ -196,8 +199,8 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
     return functools.partial(called, some.real)
 
 
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+def _is_zero(change: Any) -> bool:
+    return isinstance(change, jax.custom_derivatives.SymbolicZero)
 
 
 def _added_up(single: Any, double: Any, some: Some, values: Values) -> list[Any]:
