@@ -38,6 +38,7 @@ ROOMS = {  # and what each stands on
     "accelerators": {"_core", "_arguments"},
     "__main__": set(),
     "plan": {"_core", "_arguments", "accelerators"},  # it takes the accumulator as users do
+    "primitives": {"_rows"},
     "statistics": {"_loss", "_space"},
     "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within", "_explain"},
 }
@@ -386,6 +387,7 @@ def test_a_quirk_is_owned_and_needed(quirk):
         "batching",
         "accelerators",
         "plan",
+        "primitives",
         "statistics",
         "verify",
         "flax",

@@ -19,7 +19,11 @@ from optax_accum._rows.traces import Axis, View
 # Rules for equations that may treat rows one by one
 
 
-def _on_one_axis(view: View) -> bool:
+def elementwise(view: View) -> bool:
+    """The rule of an operation on the entries of its operands, such as `add`.
+
+    All operands and results that have rows have them along the same axis.
+    """
     return len({axis for axis in (*view.ins, *view.outs) if axis is not None}) == 1
 
 
@@ -85,7 +89,7 @@ def _dynamic_update(view: View) -> bool:
 
 
 def _concatenate(view: View) -> bool:
-    return view.params["dimension"] != view.outs[0] and None not in view.ins and _on_one_axis(view)
+    return view.params["dimension"] != view.outs[0] and None not in view.ins and elementwise(view)
 
 
 def _stack(view: View) -> bool:
@@ -112,7 +116,7 @@ def _convolution(view: View) -> bool:
 def _window(view: View) -> bool:
     """A pooling window must not reach from row to row."""
     axis, params = view.ins[0], view.params
-    if axis is None or not _on_one_axis(view):
+    if axis is None or not elementwise(view):
         return False
 
     def alone(key: Any, value: Any) -> Any:
@@ -159,18 +163,21 @@ def _scatter_axes(view: View) -> list[int]:
     return [axis for axis in range(len(view.shape_in(2))) if axis not in windows]
 
 
-def _leading(trailing: int) -> Rule:
-    """The rule of an operation on the last axes: rows must lie before them."""
+def leading_axes(count: int) -> Rule:
+    """The rule of an operation on the last `count` axes, such as `cholesky`.
+
+    Rows lie before these, along the same axis of all operands and results.
+    """
 
     def rule(view: View) -> bool:
-        axes = [(axis, len(view.shape_in(i)) - trailing) for i, axis in enumerate(view.ins)]
-        return all(axis is not None and axis < limit for axis, limit in axes) and _on_one_axis(view)
+        axes = [(axis, len(view.shape_in(i)) - count) for i, axis in enumerate(view.ins)]
+        return all(axis is not None and axis < limit for axis, limit in axes) and elementwise(view)
 
     return rule
 
 
 def _fft(view: View) -> bool:
-    return _leading(len(view.params["fft_lengths"]))(view)
+    return leading_axes(len(view.params["fft_lengths"]))(view)
 
 
 def _bitcast(view: View) -> bool:
@@ -178,7 +185,7 @@ def _bitcast(view: View) -> bool:
 
 
 def _sorted(view: View) -> bool:
-    return None not in view.ins and _on_one_axis(view) and view.ins[0] != view.params["dimension"]
+    return None not in view.ins and elementwise(view) and view.ins[0] != view.params["dimension"]
 
 
 def _wrapped(view: View) -> bool:
@@ -264,19 +271,19 @@ register(
     regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square tan tanh threefry2x32 xor zeta
     """,
-    local=_on_one_axis,
+    local=elementwise,
     is_cheap=True,
 )
 register(
     "convert_element_type copy device_put imag name neg real reduce_precision stop_gradient",
-    local=_on_one_axis,
+    local=elementwise,
     linear=FIRST,
     is_cheap=True,
 )
-register("add add_any complex sub", local=_on_one_axis, linear=TOGETHER, is_cheap=True)
-register("mul", local=_on_one_axis, linear=PRODUCT, is_cheap=True)
-register("div", local=_on_one_axis, linear=FIRST, is_cheap=True)
-register("select_n", local=_on_one_axis, linear=REST, is_cheap=True)
+register("add add_any complex sub", local=elementwise, linear=TOGETHER, is_cheap=True)
+register("mul", local=elementwise, linear=PRODUCT, is_cheap=True)
+register("div", local=elementwise, linear=FIRST, is_cheap=True)
+register("select_n", local=elementwise, linear=REST, is_cheap=True)
 
 register("reduce_sum", local=_not_reduced, partial=_SUM, linear=FIRST)
 register("reduce_max", local=_not_reduced, partial=_MAX)
@@ -292,8 +299,8 @@ register("select_and_gather_add select_and_scatter_add", local=_window, linear=F
 
 register("dot_general", local=_dot, partial=Reduction(_contracted, part=_product), linear=PRODUCT)
 register("conv_general_dilated", local=_convolution, linear=PRODUCT)
-register("triangular_solve", local=_leading(2), linear=((1,),))
-register("cholesky eigh geqrf householder_product lu qr svd", local=_leading(2))
+register("triangular_solve", local=leading_axes(2), linear=((1,),))
+register("cholesky eigh geqrf householder_product lu qr svd", local=leading_axes(2))
 register("fft", local=_fft, linear=FIRST)
 
 register("broadcast_in_dim", local=_broadcast, alike=_repeated, linear=FIRST, is_cheap=True)
@@ -312,7 +319,7 @@ register("pad", local=_pad, linear=TOGETHER)
 register("dynamic_update_slice", local=_dynamic_update, linear=((0, 1),))
 register("optimization_barrier", local=_each_alike)
 register("reshard sharding_constraint", local=_each_alike, linear=FIRST)
-register("pcast pvary", local=_on_one_axis, linear=FIRST)
+register("pcast pvary", local=elementwise, linear=FIRST)
 register("psum psum_invariant", linear=TOGETHER)
 register("bitcast_convert_type", local=_bitcast)
 
@@ -324,6 +331,6 @@ register("sort", local=_sorted)
 register("top_k", local=lambda view: view.ins[0] != view.params.get("axis", len(view.shape_in(0)) - 1))
 
 register("random_wrap random_unwrap", local=_wrapped)
-register("random_fold_in", local=_drawn(_on_one_axis))
+register("random_fold_in", local=_drawn(elementwise))
 register("random_split", local=_drawn(_wrapped))
 register("random_bits", local=_drawn(_wrapped), positional=Positional(draws.is_drawn_by_rows, draws.at))
