@@ -1,8 +1,10 @@
 """Equinox's primitives, by their names: nothing is imported, and nothing is loaded where nobody uses Equinox.
 
-Under `vmap`, its loops (of Diffrax and Optimistix, too) select with `select_if_vmap` and write with `maybe_set`, which
-treat rows one by one. `unvmap_any` asks all rows whether one goes on: in a loop's predicate that couples them, and
-the loop runs whole, unless its predicate has no rows, as with constant step sizes.
+Under `vmap`, its loops (of Diffrax and Optimistix, too) select with `select_if_vmap` and write with `maybe_set`, row by
+row. `unvmap_any` asks all rows whether one goes on. In a `scan` of branches (`kind="bounded"`) it is a reduction in
+parts, once an iteration. In the predicate of a `while` it couples rows, and the loop runs whole, unless the predicate
+has no rows, as with constant steps: that rows which have ended stay as they are depends on how the loop began, and no
+equation tells.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ def _over_all(equation: Any, values: Sequence[Any], wide: Any, over: Callable[..
     return over(values[0], axis=None)
 
 
-def _any_rows(view: View) -> bool:
+def _of_one_array(view: View) -> bool:
     return len(view.ins) == 1
 
 
@@ -44,6 +46,6 @@ register("nonbatchable nondifferentiable_backward nontraceable", local=elementwi
 register("select_if_vmap", local=elementwise, linear=REST, is_cheap=True)
 register("maybe_set", local=_set)
 register("vprim", local=_mapped)
-register("unvmap_any", partial=Reduction(_any_rows, "max", jnp.any, dtypes.lowest, _over_all))
-register("unvmap_max", partial=Reduction(_any_rows, "max", jnp.max, dtypes.lowest, _over_all))
-register("unvmap_all", partial=Reduction(_any_rows, "min", jnp.all, dtypes.highest, _over_all))
+register("unvmap_any", partial=Reduction(_of_one_array, "max", jnp.any, dtypes.lowest, _over_all))
+register("unvmap_max", partial=Reduction(_of_one_array, "max", jnp.max, dtypes.lowest, _over_all))
+register("unvmap_all", partial=Reduction(_of_one_array, "min", jnp.all, dtypes.highest, _over_all))

@@ -77,6 +77,7 @@ class _Division:
         self.level: dict[Value, int] = {}
         self.at: dict[Equation, int] = {}
         self.made: dict[Value, Equation] = {}  # values that loops make
+        self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
         self.origins: dict[Value, Sequence[Value]] = {}
         for equation in self.equations:
             self._read(equation)
@@ -91,18 +92,23 @@ class _Division:
             moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
             self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
             waits = any(value in self.made and value in self.model for value in equation.ins)
-            at += kind is Kind.PARTIAL or (kind is not Kind.LOCAL and waits and kind is Kind.WHOLE)
+            once = kind is Kind.WHOLE or (kind in _ONCE and not self.same.isdisjoint(equation.ins))
+            at += kind is Kind.PARTIAL or (once and waits)
         self.at[equation] = at
         self.level.update(dict.fromkeys(equation.outs, at))
         if kind is Kind.LOCAL:
             self.made.update(dict.fromkeys(equation.outs, equation))
+            if equation.view.has_rows:
+                self.same.update(value for value in equation.outs if value.axis is None)
 
     def _kind(self, equation: Equation) -> Kind:
         """A table: what an equation takes and makes, and what a rule proves."""
         view = equation.view._replace(moves=[value in self.moving for value in equation.ins])
-        if equation.name in locality.NESTED:  # a result that nobody uses may be anything
+        if (
+            equation.name in locality.NESTED
+        ):  # a result that nobody uses may be anything; without rows, it depends on none
             pairs = zip(view.outs, equation.outs, strict=True)
-            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
+            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by and axis is not None])
         if view.has_rows:
             if locality.is_local(view) and not equation.differs:
                 return Kind.LOCAL
@@ -189,7 +195,7 @@ class _Division:
     def _is_kept(self, value: Value, now: int, there: set[Value]) -> bool:
         """Whether a loop keeps a value for all rows; a value that the batch alone decides is made again."""
         made = value in self.made and value not in there and self.level[value] <= now
-        return made and value in self.model and value.axis is not None
+        return made and value in self.model and (value.axis is not None or value in self.same)
 
     def _origins(self, value: Value) -> Sequence[Value]:
         """The values of rows to keep for a later loop, which makes a value from them again where that is cheap.

@@ -12,6 +12,7 @@ from jax.extend import core
 from optax_accum._core import compilers
 from optax_accum._core.equations import all_equations, inner_programs
 from optax_accum._rows import moving
+from optax_accum._rows.moving import Moves
 from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -89,9 +90,7 @@ def _is_inside_local(view: View, single: Any, double: Any) -> bool:
     return are_local(single, double, view.rows, view.asks_rules, moving.inside(view.single, view.moves, single))
 
 
-def are_local(
-    single: Any, double: Any, rows: Rows, asks_rules: bool = True, moves: Sequence[bool] | None = None
-) -> bool:
+def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, moves: Moves = None) -> bool:
     """Whether every equation of a program treats rows one by one, or takes none.
 
     `asks_rules`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside
@@ -177,10 +176,20 @@ def _rule_is_local(view: View) -> bool:
         if view.name == "custom_jvp_call":
             return are_local(*derivative_of(view.single, view.double, forward, view.moves), view.rows, asks_rules=False)
         if view.name.startswith("custom_vjp_call"):
-            return adds_up(*derivative_of(view.single, view.double, backward, view.moves), view.rows)
+            return _adds_up(view)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     return True
+
+
+def _adds_up(view: View) -> bool:
+    single, double, moves = view.single, view.double, view.moves
+    try:
+        traces = derivative_of(single, double, backward, moves)
+    except Exception:  # under vmap, JAX refuses the cotangent of a result that rows share, such as a number of steps
+        has_rows = [axis is not None for axis in view_of(single, double, view.rows).outs]
+        traces = derivative_of(single, double, backward, moves, has_rows)
+    return adds_up(*traces, view.rows)
 
 
 def has_backward(equation: Any) -> bool:
@@ -190,45 +199,43 @@ def has_backward(equation: Any) -> bool:
 
 
 def derivative_of(
-    single: Any, double: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None
+    single: Any, double: Any, derivative: Callable[..., Any], moves: Moves = None, takes: Moves = None
 ) -> tuple[Any, Any]:
     """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
-    return traced_derivative(single, derivative, moves), traced_derivative(double, derivative, moves)
+    return traced_derivative(single, derivative, moves, takes), traced_derivative(double, derivative, moves, takes)
 
 
-def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None) -> Any:
-    """The trace of a derivative by the operands that may move; by default, all that are inexact."""
-    inexact = list(map(moving.is_inexact, eqn.invars))
-    moves = inexact if moves is None else [a and b for a, b in zip(moves, inexact, strict=True)]
+def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Moves = None, takes: Moves = None) -> Any:
+    """The trace of a derivative by the operands that move; a backward pass takes cotangents of some results.
+
+    By default, these are all that are inexact.
+    """
+    operands, results = (list(map(moving.is_inexact, variables)) for variables in (eqn.invars, eqn.outvars))
+    operands = operands if moves is None else [a and b for a, b in zip(moves, operands, strict=True)]
+    results = results if takes is None else [a and b for a, b in zip(takes, results, strict=True)]
     values = [_shape(var) for var in eqn.invars]
-    given = eqn.invars if derivative is forward else eqn.outvars
-    moved = moves if derivative is forward else list(map(moving.is_inexact, eqn.outvars))
-    changes = [_shape(var) for var, moves_ in zip(given, moved, strict=True) if moves_]
-    return jax.make_jaxpr(functools.partial(derivative, eqn, moves))(values, changes)
+    pairs = zip(eqn.invars, operands, strict=True) if derivative is forward else zip(eqn.outvars, results, strict=True)
+    changes = [_shape(var) for var, changes in pairs if changes]
+    return jax.make_jaxpr(functools.partial(derivative, eqn, operands, results))(values, changes)
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=compilers.explicit_sharding(var.aval))
 
 
-def forward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def forward(eqn: Any, moves: Sequence[bool], takes: Any, values: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The results of an equation and their tangents; an integer's tangent is zero."""
     fun, at = _of_moving(eqn, moves, values)
     outs, moved = jax.jvp(fun, at, list(tangents))
     return outs, moved
 
 
-def backward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """The cotangents of an equation's operands that may move."""
+def backward(
+    eqn: Any, moves: Sequence[bool], takes: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]
+) -> Any:
+    """The cotangents of an equation's operands that move; of other results, a rule sees that they have none."""
     fun, at = _of_moving(eqn, moves, values)
-    outs, back = jax.vjp(fun, *at)
-    given = iter(cotangents)
-
-    def none(leaf: Any) -> Any:
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-
-    pairs = zip(map(moving.is_inexact, eqn.outvars), outs, strict=True)
-    return back([next(given) if is_inexact else none(leaf) for is_inexact, leaf in pairs])
+    return jax.vjp(lambda *at: [out for out, is_ in zip(fun(*at), takes, strict=True) if is_], *at)[1](list(cotangents))
 
 
 def _of_moving(eqn: Any, moves: Sequence[bool], values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:

@@ -7,6 +7,7 @@ of a sum is a reason why no weight is found.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -209,7 +210,7 @@ def _draws(equation: Equation) -> bool:
 
 def _is_known(array: Any) -> bool:
     """Whether an array holds numbers, and their values are known when tracing."""
-    return not isinstance(array, Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
+    return not isinstance(array, Tracer) and jnp.issubdtype(jnp.result_type(array), np.number)
 
 
 def _multiplied(forms: Sequence[Form]) -> Form:

@@ -187,11 +187,11 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
         return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, moves)
 
     def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
-        traces = locality.derivative_of(single, double, locality.backward, kept.moves)
+        takes = [is_inexact(var.aval) and not _is_zero(ct) for ct, var in zip(cotangents, single.outvars, strict=True)]
+        traces = locality.derivative_of(single, double, locality.backward, kept.moves, takes)
         if some.size != some.rows[0] and not locality.adds_up(*traces, some.rows):
             raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
-        inexact = (ct for ct, var in zip(cotangents, single.outvars, strict=True) if is_inexact(var.aval))
-        given = [jnp.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in inexact]
+        given = [ct for ct, is_taken in zip(cotangents, takes, strict=True) if is_taken]
         grads = iter(_added_up(*traces, some._replace(real=kept.real), [*kept.values, *given]))
         return (None, *(next(grads) if moves else None for moves in kept.moves))
 

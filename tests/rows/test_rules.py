@@ -851,3 +851,46 @@ def test_a_rule_that_refuses_what_the_loss_moves_refuses_it_here():
     with pytest.raises(RuntimeError, match="The scale has no derivative"):
         optax_accum.value_and_grad(loss, 3)(*values())
     assert "custom_vjp_call of all rows at once" in str(optax_accum.explain(loss, *values()))
+
+
+# Results without rows of loops that have some: each micro-batch makes them, and one of them has their gradient
+
+
+def beside_rows(p, b):
+    """Hidden states [n, 4], a power of sums of parameters [], and a number of layers."""
+
+    def layer(carry, w):
+        hidden, scale, count = carry
+        return (jnp.tanh(hidden @ w) * scale, scale * jnp.sum(w) ** 2, count + 1), None
+
+    return jax.lax.scan(layer, (b["x"], jnp.sum(p["b"]), 0), p["layers"]["w"])[0]
+
+
+def scaled_mean(p, b):
+    hidden, scale, count = beside_rows(p, b)
+    return jnp.mean(hidden) * scale + scale**2 * count
+
+
+def scaled_after_a_mean(p, b):
+    hidden, scale, count = beside_rows(p, b)
+    centred = (hidden - jnp.mean(hidden, 0)[None]) * scale
+    return masked(jnp.sum(centred**2, 1), b) + jnp.where(count > 2, scale, 0)
+
+
+def scaled_on_all_rows(p, b):
+    hidden, scale, _ = beside_rows(p, b)
+    return jnp.mean(hidden**2) + jnp.sum(jnp.sort(dense(p, b), 0) * scale)
+
+
+@pytest.mark.parametrize("loss", [scaled_mean, scaled_after_a_mean, scaled_on_all_rows])
+def test_a_loop_over_rows_may_make_what_has_none(loss, x64):
+    assert_whole(loss, *values(dtype=jnp.float64), ways=[(way, parts) for way in WAYS for parts in (2, 5)])
+    assert "scan" not in couplings(loss, *values())
+
+
+def test_what_has_no_rows_counts_once_across_calls():
+    summed = lambda p, b: jnp.sum(beside_rows(p, b)[0]) + beside_rows(p, b)[1]
+    averaged = lambda p, b: jnp.mean(beside_rows(p, b)[0]) + beside_rows(p, b)[1]
+    text = lambda loss: str(optax_accum.explain(loss, *values())).split("Across calls")[1]
+    assert "no weight" in text(summed)
+    assert "is its number of rows" in text(averaged)
