@@ -10,6 +10,7 @@ Most users need only the functions here. The submodules:
 * `batching`: choose batch sizes, pack rows by tokens.
 * `statistics`: measure the noise of gradients.
 * `accelerators`: read programs compiled for a GPU or a TPU.
+* `primitives`: tell how primitives of your library treat rows.
 * `plan`: find what fits in memory.
 * `verify`: check a train step against the whole batch.
 * `flax.linen`, `flax.nnx`: train states, optimizers and train steps.
@@ -36,7 +37,7 @@ from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
 if _TYPE_CHECKING:
-    from optax_accum import accelerators, batching, checkpoint, sharding, statistics
+    from optax_accum import accelerators, batching, checkpoint, primitives, sharding, statistics
     from optax_accum import flax as flax
     from optax_accum import plan as plan
     from optax_accum import verify as verify
@@ -66,6 +67,7 @@ __all__ = [
     "microbatched",
     "microbatched_apply",
     "plan_microbatches",
+    "primitives",
     "sharding",
     "statistics",
     "value_and_apply_gradients",
@@ -75,7 +77,7 @@ __all__ = [
 
 
 # Loaded when first asked for: a training run needs little of it, and Flax need not be installed.
-_FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", "statistics", "verify"}
+_FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "primitives", "sharding", "statistics", "verify"}
 _FUNCTIONS = {
     "explain": "_explain.explain",
     "plan_microbatches": "plan._planning",

@@ -32,5 +32,6 @@ mutable arrays, or where a loss looks at values, all rows run at once (`_within/
 decides kinds and divides a program into loops (`levels`). `denominators` tells what its sums over rows are divided by.
 """
 
+from optax_accum._rows import equinox as equinox
 from optax_accum._rows import locality as locality
 from optax_accum._rows import primitives as primitives

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import all_equations, inner_programs
+from optax_accum._rows import moving
+from optax_accum._rows.moving import Moves
 
 
 def has_backward(equation: Any) -> bool:
@@ -19,57 +19,50 @@ def has_backward(equation: Any) -> bool:
 
 
 def derivative_of(
-    single: Any, double: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None
+    single: Any, double: Any, derivative: Callable[..., Any], moves: Moves = None, takes: Moves = None
 ) -> tuple[Any, Any]:
     """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
-    return traced_derivative(single, derivative, moves), traced_derivative(double, derivative, moves)
+    return traced_derivative(single, derivative, moves, takes), traced_derivative(double, derivative, moves, takes)
 
 
-def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Sequence[bool] | None = None) -> Any:
-    """The trace of a derivative by the operands that may move; by default, all that are inexact."""
-    may_move = inexact(eqn.invars)
-    moves = may_move if moves is None else [a and b for a, b in zip(moves, may_move, strict=True)]
+def traced_derivative(eqn: Any, derivative: Callable[..., Any], moves: Moves = None, takes: Moves = None) -> Any:
+    """The trace of a derivative by the operands that move; a backward pass takes cotangents of some results.
+
+    By default, these are all that are inexact.
+    """
+    operands, results = (list(map(moving.is_inexact, variables)) for variables in (eqn.invars, eqn.outvars))
+    operands = operands if moves is None else [a and b for a, b in zip(moves, operands, strict=True)]
+    results = results if takes is None else [a and b for a, b in zip(takes, results, strict=True)]
     values = [_shape(var) for var in eqn.invars]
-    given = eqn.invars if derivative is forward else eqn.outvars
-    moved = moves if derivative is forward else inexact(eqn.outvars)
-    changes = [_shape(var) for var, moves_ in zip(given, moved, strict=True) if moves_]
-    return jax.make_jaxpr(functools.partial(derivative, eqn, moves))(values, changes)
+    pairs = zip(eqn.invars, operands, strict=True) if derivative is forward else zip(eqn.outvars, results, strict=True)
+    changes = [_shape(var) for var, changes in pairs if changes]
+    return jax.make_jaxpr(functools.partial(derivative, eqn, operands, results))(values, changes)
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=compilers.explicit_sharding(var.aval))
 
 
-def inexact(variables: Sequence[Any]) -> list[bool]:
-    """Which variables may have a derivative."""
-    return [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in variables]
-
-
-def forward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def forward(eqn: Any, moves: Sequence[bool], takes: Any, values: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The results of an equation and their tangents; an integer's tangent is zero."""
-    fun, moving = _of_moving(eqn, moves, values)
-    outs, moved = jax.jvp(fun, moving, list(tangents))
+    fun, at = _of_moving(eqn, moves, values)
+    outs, moved = jax.jvp(fun, at, list(tangents))
     return outs, moved
 
 
-def backward(eqn: Any, moves: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """The cotangents of an equation's operands that may move."""
-    fun, moving = _of_moving(eqn, moves, values)
-    outs, back = jax.vjp(fun, *moving)
-    given = iter(cotangents)
-
-    def none(leaf: Any) -> Any:
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-
-    pairs = zip(inexact(eqn.outvars), outs, strict=True)
-    return back([next(given) if moves_ else none(leaf) for moves_, leaf in pairs])
+def backward(
+    eqn: Any, moves: Sequence[bool], takes: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]
+) -> Any:
+    """The cotangents of an equation's operands that move; of other results, a rule sees that they have none."""
+    fun, at = _of_moving(eqn, moves, values)
+    return jax.vjp(lambda *at: [out for out, is_ in zip(fun(*at), takes, strict=True) if is_], *at)[1](list(cotangents))
 
 
 def _of_moving(eqn: Any, moves: Sequence[bool], values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
     """An equation as a function of the operands that may move, and these operands."""
 
-    def fun(*moving: Any) -> list[Any]:
-        rest = iter(moving)
+    def fun(*given: Any) -> list[Any]:
+        rest = iter(given)
         return list(compilers.bind(eqn, [next(rest) if m else v for v, m in zip(values, moves, strict=True)]))
 
     return fun, [value for value, m in zip(values, moves, strict=True) if m]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
-from optax_accum._rows import derivatives, locality
+from optax_accum._rows import derivatives, locality, moving
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, Stage
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.pairing import paired
@@ -78,6 +78,7 @@ class _Division:
         self.level: dict[Value, int] = {}
         self.at: dict[Equation, int] = {}
         self.made: dict[Value, Equation] = {}  # values that loops make
+        self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
         self.origins: dict[Value, Sequence[Value]] = {}
         for equation in self.equations:
             self._read(equation)
@@ -89,24 +90,27 @@ class _Division:
         at = max((self.level.get(value, 0) for value in equation.ins), default=0)
         if not self.model.isdisjoint(equation.ins):
             self.model.update(equation.outs)
-            if equation.name != "stop_gradient" and not self.moving.isdisjoint(equation.ins):
-                self.moving.update(equation.outs)
+            moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
+            self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
             waits = any(value in self.made and value in self.model for value in equation.ins)
-            at += kind is Kind.PARTIAL or (kind is not Kind.LOCAL and waits and kind is Kind.WHOLE)
+            once = kind is Kind.WHOLE or (kind in _ONCE and not self.same.isdisjoint(equation.ins))
+            at += kind is Kind.PARTIAL or (once and waits)
         self.at[equation] = at
         self.level.update(dict.fromkeys(equation.outs, at))
         if kind is Kind.LOCAL:
             self.made.update(dict.fromkeys(equation.outs, equation))
+            if equation.view.has_rows:
+                self.same.update(value for value in equation.outs if value.axis is None)
 
     def _kind(self, equation: Equation) -> Kind:
         """A table: what an equation takes and makes, and what a rule proves."""
         view = equation.view._replace(moves=[value in self.moving for value in equation.ins])
-        if equation.name in locality.NESTED:  # a result that nobody uses may be anything
+        if equation.name in locality.NESTED:  # a result that nobody uses may be anything; one without rows takes none
             pairs = zip(view.outs, equation.outs, strict=True)
-            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
+            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by and axis is not None])
         if view.has_rows:
             if locality.is_local(view) and not equation.differs:
-                repeats_rule = self.recomputes and any(nonlinear_rules(equation.single))
+                repeats_rule = self.recomputes and self._has_nonlinear_rule(equation)
                 return Kind.WHOLE if repeats_rule else Kind.LOCAL
             return Kind.PARTIAL if self._is_partial(equation) else Kind.WHOLE
         if view.makes_rows:
@@ -191,7 +195,7 @@ class _Division:
     def _is_kept(self, value: Value, now: int, there: set[Value]) -> bool:
         """Whether a loop keeps a value for all rows; a value that the batch alone decides is made again."""
         made = value in self.made and value not in there and self.level[value] <= now
-        return made and value in self.model and value.axis is not None
+        return made and value in self.model and (value.axis is not None or value in self.same)
 
     def _origins(self, value: Value) -> Sequence[Value]:
         """The values of rows to keep for a later loop, which makes a value from them again where that is cheap.
@@ -201,11 +205,7 @@ class _Division:
         if value not in self.origins:
             self.origins[value] = [value]
             equation = self.made.get(value)
-            # A rule that is not linear, a clip, takes the cotangents of all loops at once.
-            may_repeat = (
-                equation is not None and is_cheap(equation.single) and not any(nonlinear_rules(equation.single))
-            )
-            if equation is not None and value in self.model and may_repeat:
+            if equation is not None and value in self.model and self._may_repeat(equation):
                 origins = dict.fromkeys(origin for taken in equation.ins for origin in self._origins(taken))
                 rows = [each for each in origins if each in self.made and each in self.model and each.axis is not None]
                 if len(rows) <= MOST_ORIGINS and all(size_of(each) <= size_of(value) for each in rows):
@@ -214,7 +214,10 @@ class _Division:
 
     def _may_repeat(self, equation: Equation) -> bool:
         """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
-        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single))
+        return is_cheap(equation.single) and not self._has_nonlinear_rule(equation)
+
+    def _has_nonlinear_rule(self, equation: Equation) -> bool:
+        return any(nonlinear_rules(equation.single, [value in self.moving for value in equation.ins]))
 
     def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
         """The equations that make values which are not there yet."""

@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._core.equations import all_equations
-from optax_accum._rows import derivatives
+from optax_accum._rows import derivatives, moving
+from optax_accum._rows.moving import Moves
 from optax_accum._rows.registry import known
 
 
@@ -29,25 +29,28 @@ class Sort(enum.IntEnum):
 Sorts = list[Sort]
 
 
-def nonlinear_rules(eqn: Any) -> Iterator[Any]:
-    """Yields the functions, in an equation and inside it, with a backward pass by the user that is not linear."""
-    inside = (inner for program in _programs(eqn) for inner in all_equations(program))
-    for each in (eqn, *inside):
-        if each.primitive.name.startswith("custom_vjp_call") and not _is_linear(each):
-            yield each
+def nonlinear_rules(eqn: Any, moves: Moves = None) -> Iterator[Any]:
+    """Yields the functions, in an equation and inside it, with a backward pass by the user that is not linear.
+
+    `moves`: which operands a derivative moves.
+    """
+    if eqn.primitive.name.startswith("custom_vjp_call"):
+        if not _is_linear(eqn, moves):
+            yield eqn
+        return
+    for program in _programs(eqn):
+        for inner, moves_ in moving.each_equation(compilers.opened(program)[0], moving.inside(eqn, moves, program)):
+            yield from nonlinear_rules(inner, moves_)
 
 
 def _programs(eqn: Any) -> list[Any]:
     keys = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")
-    programs = [eqn.params[key] for key in keys if key in eqn.params]
-    if eqn.primitive.name.startswith("custom_vjp_call"):
-        return []
-    return [compilers.opened(program)[0] for program in (*programs, *eqn.params.get("branches", ()))]
+    return [*(eqn.params[key] for key in keys if key in eqn.params), *eqn.params.get("branches", ())]
 
 
-def _is_linear(eqn: Any) -> bool:
+def _is_linear(eqn: Any, moves: Moves) -> bool:
     try:
-        backward = derivatives.traced_derivative(eqn, derivatives.backward)
+        backward = derivatives.traced_derivative(eqn, derivatives.backward, moves)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     count = len(backward.jaxpr.invars) - len(eqn.invars)

@@ -1,6 +1,6 @@
 """Whether an equation treats rows one by one, with the programs inside it: loops, branches, users' derivatives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +9,9 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows.derivatives import backward, derivative_of, forward, inexact
+from optax_accum._rows import moving
+from optax_accum._rows.derivatives import backward, derivative_of, forward
+from optax_accum._rows.moving import Moves
 from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -84,25 +86,10 @@ register(CALLS, local=_is_call_local)
 
 
 def _is_inside_local(view: View, single: Any, double: Any) -> bool:
-    moves = _moving_inside(view, compilers.opened(single)[0])
-    return are_local(single, double, view.rows, view.asks_rules, moves)
+    return are_local(single, double, view.rows, view.asks_rules, moving.inside(view.single, view.moves, single))
 
 
-def _moving_inside(view: View, program: Any) -> Sequence[bool] | None:
-    """Which operands of a program inside an equation a derivative may move; None if that is not known."""
-    if view.moves is None or not any(view.moves):
-        return view.moves and [False] * len(program.invars)
-    if view.name == "scan":  # what one iteration moves, the next carries
-        consts, carried = compilers.sizes_of_scan(view.single)
-        return [*view.moves[:consts], *([True] * carried), *view.moves[consts + carried :]]
-    if view.name in ("cond", "while"):
-        return None
-    return view.moves if len(view.moves) == len(program.invars) else None
-
-
-def are_local(
-    single: Any, double: Any, rows: Rows, asks_rules: bool = True, moves: Sequence[bool] | None = None
-) -> bool:
+def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, moves: Moves = None) -> bool:
     """Whether every equation of a program treats rows one by one, or takes none.
 
     `asks_rules`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside
@@ -111,16 +98,11 @@ def are_local(
     (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, double_consts, strict=True)):
         return False
-    variables = of_single.invars
-    moving = None if moves is None else {var for var, moves_ in zip(variables, moves, strict=True) if moves_}
     try:
-        for a, b in in_step(of_single, of_double):
-            view = view_of(a, b, rows, asks_rules)
-            if moving is not None:
-                view = view._replace(moves=[isinstance(atom, core.Var) and atom in moving for atom in a.invars])
-                if any(view.moves or ()) and a.primitive.name != "stop_gradient":
-                    moving.update(a.outvars)
-            if not _is_free_or_local(view):
+        for (a, b), (_, moves_) in zip(
+            in_step(of_single, of_double), moving.each_equation(of_single, moves), strict=True
+        ):
+            if not _is_free_or_local(view_of(a, b, rows, asks_rules)._replace(moves=moves_)):
                 return False
     except OtherProgramError:
         return False
@@ -167,7 +149,7 @@ def _same_literals(single: Any, double: Any) -> bool:
 def _same_atom(a: Any, b: Any) -> bool:
     if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
         return isinstance(a, core.Literal) == isinstance(b, core.Literal)
-    return np.array_equal(a.val, b.val, equal_nan=inexact([a])[0])  # only inexact numbers can be NaN
+    return np.array_equal(a.val, b.val, equal_nan=moving.is_inexact(a))  # only inexact numbers can be NaN
 
 
 def unknown(view: View) -> Iterator[str]:
@@ -191,14 +173,24 @@ def _rule_is_local(view: View) -> bool:
     is_forward, is_backward = view.name == "custom_jvp_call", view.name.startswith("custom_vjp_call")
     if not (view.asks_rules and (is_forward or is_backward)):
         return True
-    of, moves = (backward, view.moves) if is_backward else (forward, None)
     try:
-        single, double = derivative_of(view.single, view.double, of, moves)
+        traces = _derivative_of(view)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     if is_forward:
-        return are_local(single, double, view.rows, asks_rules=False)
-    return adds_up(single, double, view.rows)
+        return are_local(*traces, view.rows, asks_rules=False)
+    return adds_up(*traces, view.rows)
+
+
+def _derivative_of(view: View) -> tuple[Any, Any]:
+    single, double, moves = view.single, view.double, view.moves
+    if view.name == "custom_jvp_call":
+        return derivative_of(single, double, forward, moves)
+    try:
+        return derivative_of(single, double, backward, moves)
+    except Exception:  # under vmap, JAX refuses the cotangent of a result that rows share, such as a number of steps
+        has_rows = [axis is not None for axis in view_of(single, double, view.rows).outs]
+        return derivative_of(single, double, backward, moves, has_rows)
 
 
 def adds_up(single: Any, double: Any, rows: Rows) -> bool:
@@ -230,7 +222,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
                 of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
             )
             # Rounded to integers, a sum is no sum.
-            if view.has_rows or view.makes_rows or not is_linear or not all(inexact(a.outvars)):
+            if view.has_rows or view.makes_rows or not is_linear or not all(map(moving.is_inexact, a.outvars)):
                 return False
             sums.update(a.outvars)
         elif is_partial(view) and row.partial.joins == "sum":

@@ -52,19 +52,19 @@ register(
     regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square tan tanh threefry2x32 xor zeta
     """,
-    local=rules.on_one_axis,
+    local=rules.elementwise,
     is_cheap=True,
 )
 register(
     "convert_element_type copy device_put imag name neg real reduce_precision stop_gradient",
-    local=rules.on_one_axis,
+    local=rules.elementwise,
     linear=FIRST,
     is_cheap=True,
 )
-register("add add_any complex sub", local=rules.on_one_axis, linear=TOGETHER, is_cheap=True)
-register("mul", local=rules.on_one_axis, linear=PRODUCT, is_cheap=True)
-register("div", local=rules.on_one_axis, linear=FIRST, is_cheap=True)
-register("select_n", local=rules.on_one_axis, linear=REST, is_cheap=True)
+register("add add_any complex sub", local=rules.elementwise, linear=TOGETHER, is_cheap=True)
+register("mul", local=rules.elementwise, linear=PRODUCT, is_cheap=True)
+register("div", local=rules.elementwise, linear=FIRST, is_cheap=True)
+register("select_n", local=rules.elementwise, linear=REST, is_cheap=True)
 
 register("reduce_sum", local=rules.not_reduced, partial=_SUM, linear=FIRST)
 register("reduce_max", local=rules.not_reduced, partial=_MAX)
@@ -80,8 +80,8 @@ register("select_and_gather_add select_and_scatter_add", local=rules.window, lin
 
 register("dot_general", local=rules.dot, partial=Reduction(rules.contracted, part=_product), linear=PRODUCT)
 register("conv_general_dilated", local=rules.convolution, linear=PRODUCT)
-register("triangular_solve", local=rules.leading(2), linear=((1,),))
-register("cholesky eigh geqrf householder_product lu qr svd", local=rules.leading(2))
+register("triangular_solve", local=rules.leading_axes(2), linear=((1,),))
+register("cholesky eigh geqrf householder_product lu qr svd", local=rules.leading_axes(2))
 register("fft", local=rules.fft, linear=FIRST)
 
 register("broadcast_in_dim", local=rules.broadcast, alike=rules.repeated, linear=FIRST, is_cheap=True)
@@ -100,7 +100,7 @@ register("pad", local=rules.pad, linear=TOGETHER)
 register("dynamic_update_slice", local=rules.dynamic_update, linear=((0, 1),))
 register("optimization_barrier", local=rules.each_alike)
 register("reshard sharding_constraint", local=rules.each_alike, linear=FIRST)
-register("pcast pvary", local=rules.on_one_axis, linear=FIRST)
+register("pcast pvary", local=rules.elementwise, linear=FIRST)
 register("psum psum_invariant", linear=TOGETHER)
 register("bitcast_convert_type", local=rules.bitcast)
 
@@ -112,6 +112,6 @@ register("sort", local=rules.sorting)
 register("top_k", local=lambda view: view.ins[0] != view.params.get("axis", len(view.shape_in(0)) - 1))
 
 register("random_wrap random_unwrap", local=rules.wrapped)
-register("random_fold_in", local=rules.drawn(rules.on_one_axis))
+register("random_fold_in", local=rules.drawn(rules.elementwise))
 register("random_split", local=rules.drawn(rules.wrapped))
 register("random_bits", local=rules.drawn(rules.wrapped), positional=Positional(draws.is_drawn_by_rows, draws.at))

@@ -7,12 +7,9 @@ of a sum is a reason why no weight is found.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from optax_accum._core import compilers
+from optax_accum._rows import constants
 from optax_accum._rows.forms import (
     ROWS,
     TAKES,
@@ -71,7 +68,7 @@ class Reading:
         array, other = value.array if isinstance(value, Constant) else np.asarray(value.array), value.double
         if value.axis is not None:
             return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
-        if array is other or not _is_known(array):
+        if array is other or not constants.is_known(array):
             return Form()
         if other is not None and np.array_equal(array, other, equal_nan=True):
             return Form() if value.aval.shape or array else ZERO
@@ -94,7 +91,7 @@ class Reading:
     def literal(self, value: Value) -> float | None:
         """The number that a value is, whatever the number of rows; None if it is none."""
         number = self.number(self.same.get(value, value))
-        if number is None or np.size(number.array) != 1 or not _is_known(number.array):
+        if number is None or np.size(number.array) != 1 or not constants.is_known(number.array):
             return None
         return np.asarray(number.array).item() if self.form(value).is_plain else None
 
@@ -113,7 +110,7 @@ class Reading:
         if kind is Kind.FREE and self._compute(equation):
             return
         form = self._of(equation, kind)
-        if of_model and any(nonlinear_rules(equation.single)):
+        if of_model and any(nonlinear_rules(equation.single, [v in self.levels.moving for v in equation.ins])):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
@@ -121,21 +118,10 @@ class Reading:
         self.forms.update(dict.fromkeys(equation.outs, form))
 
     def _compute(self, equation: Equation) -> bool:
-        """Computes what small constants decide, as the number of entries of an array, for n rows and for 2 n."""
-        numbers = [self.number(value) for value in equation.ins]
-        small = all(value.aval.size <= MOST_COMPUTED for value in (*equation.ins, *equation.outs))
-        if equation.differs or not numbers or not small or equation.single.effects:
-            return False
-        if any(number is None or number.double is None or not _is_known(number.array) for number in numbers):
-            return False
-        if not all(jnp.issubdtype(value.aval.dtype, np.number) for value in equation.outs):
-            return False
-        with jax.ensure_compile_time_eval():
-            single = compilers.bind(equation.single, [jnp.asarray(number.array) for number in numbers if number])
-            double = compilers.bind(equation.double, [jnp.asarray(number.double) for number in numbers if number])
-        arrays = zip(equation.outs, map(np.asarray, single), map(np.asarray, double), strict=True)
-        self.numbers.update((value, Constant(a, None, b)) for value, a, b in arrays)
-        return True
+        """Computes what small constants decide, as the number of entries of an array."""
+        found = constants.computed(equation, [self.number(value) for value in equation.ins])
+        self.numbers.update(zip(equation.outs, found or (), strict=False))
+        return found is not None
 
     def inside(self, programs: tuple[Any, Any], operands: Sequence[Value], caller: Equation) -> Value | None:
         """Reads a program of one result inside an equation; None if it takes, or makes, rows."""
@@ -260,7 +246,6 @@ class Reading:
 
 
 _HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
-MOST_COMPUTED = 64
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
 
 
@@ -277,11 +262,6 @@ def _taken(term: Term, source: Equation) -> Reason:
 
 def _draws(equation: Equation) -> bool:
     return equation.name.startswith(("random_", "threefry"))
-
-
-def _is_known(array: Any) -> bool:
-    """Whether an array holds numbers, and their values are known when tracing."""
-    return not isinstance(array, Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
 
 
 def _multiplied(forms: Sequence[Form]) -> Form:

@@ -41,12 +41,19 @@ def _along_axes(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any]
 class Reduction:
     """How rows are reduced in parts, one for each micro-batch.
 
+    The parts of the batch, joined, are the result for the batch:
+
+        f(x) = over([f(x_1), ..., f(x_k)], axis=0)
+
     Attributes:
-      rule: whether an equation, which takes rows and makes none, reduces them so.
+      rule: whether an equation that takes rows and makes none reduces them so.
       joins: what joins parts, also over devices: "sum", "max" or "min".
-      over: the same of an array, along an axis.
-      nothing: the value of a dtype that changes no result, for rows that are not in the batch.
-      part: computes `(equation, operands of some rows, dtype to its sums' dtype, over)`.
+      over: `over(array, axis=)` joins parts along an axis; by default a sum.
+      nothing: `nothing(dtype)` is the value that changes no result, for rows
+        that are not in the batch; by default 0.
+      part: `part(equation, operands, wide, over)` is the part of some rows:
+        the operands have only these; `wide(dtype)` is the dtype of sums. By
+        default `over` along `equation.params["axes"]` of the only operand.
     """
 
     rule: Rule
@@ -125,5 +132,5 @@ def register(names: str, **rules: Any) -> None:
     """
     for name in names.split():
         if name in _table:
-            raise ValueError(f"The primitive {name!r} is registered already. Register each primitive once.")
+            raise ValueError(f"A primitive is registered once: {name!r} is registered already. Leave it out.")
         _table[name] = Known(**rules)

@@ -151,17 +151,20 @@ def _custom(derivative: Callable[..., Any], single: Any, double: Any, some: Some
 
 
 def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
-    """A function with the user's derivative, which is traced, too."""
+    """A function with the user's derivative, which is traced for the operands that move."""
     called = jax.custom_jvp(lambda *values: fun(values))
-    traces = derivatives.derivative_of(single, double, derivatives.forward)
 
-    @called.defjvp
-    def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
-        moving = [tangent for tangent in tangents if tangent.dtype != jax.dtypes.float0]
+    def derivative(primals: Values, tangents: Values) -> tuple[Values, Values]:
+        moves = [not _is_zero(tangent) and is_inexact(tangent) for tangent in tangents]
+        traces = derivatives.derivative_of(single, double, derivatives.forward, moves)
+        if some.size != some.rows[0] and not locality.are_local(*traces, some.rows, asks_rules=False):
+            raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
+        moving = (tangent for tangent, moves_ in zip(tangents, moves, strict=True) if moves_)
         outs = run(*traces, some, [*primals, *moving])
         half = len(single.outvars)
         return outs[:half], outs[half:]
 
+    called.defjvp(derivative, symbolic_zeros=True)
     return called
 
 
@@ -185,11 +188,11 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
         return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, moves)
 
     def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
-        traces = derivatives.derivative_of(single, double, derivatives.backward, kept.moves)
+        takes = [is_inexact(var.aval) and not _is_zero(ct) for ct, var in zip(cotangents, single.outvars, strict=True)]
+        traces = derivatives.derivative_of(single, double, derivatives.backward, kept.moves, takes)
         if some.size != some.rows[0] and not locality.adds_up(*traces, some.rows):
             raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
-        inexact = (ct for ct, var in zip(cotangents, single.outvars, strict=True) if is_inexact(var.aval))
-        given = [jnp.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct for ct in inexact]
+        given = [ct for ct, is_taken in zip(cotangents, takes, strict=True) if is_taken]
         grads = iter(_added_up(*traces, some._replace(real=kept.real), [*kept.values, *given]))
         return (None, *(next(grads) if moves else None for moves in kept.moves))
 
@@ -197,8 +200,8 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
     return functools.partial(called, some.real)
 
 
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+def _is_zero(change: Any) -> bool:
+    return isinstance(change, jax.custom_derivatives.SymbolicZero)
 
 
 def _added_up(single: Any, double: Any, some: Some, values: Values) -> list[Any]:

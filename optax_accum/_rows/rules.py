@@ -14,7 +14,11 @@ from optax_accum._rows.traces import Axis, View
 # Rules for equations that may treat rows one by one
 
 
-def on_one_axis(view: View) -> bool:
+def elementwise(view: View) -> bool:
+    """The rule of an operation on the entries of its operands, such as `add`.
+
+    All operands and results that have rows have them along the same axis.
+    """
     return len({axis for axis in (*view.ins, *view.outs) if axis is not None}) == 1
 
 
@@ -80,7 +84,7 @@ def dynamic_update(view: View) -> bool:
 
 
 def concatenate(view: View) -> bool:
-    return view.params["dimension"] != view.outs[0] and None not in view.ins and on_one_axis(view)
+    return view.params["dimension"] != view.outs[0] and None not in view.ins and elementwise(view)
 
 
 def stack(view: View) -> bool:
@@ -107,7 +111,7 @@ def convolution(view: View) -> bool:
 def window(view: View) -> bool:
     """A pooling window must not reach from row to row."""
     axis, params = view.ins[0], view.params
-    if axis is None or not on_one_axis(view):
+    if axis is None or not elementwise(view):
         return False
 
     def alone(key: Any, value: Any) -> Any:
@@ -154,18 +158,21 @@ def _scatter_axes(view: View) -> list[int]:
     return [axis for axis in range(len(view.shape_in(2))) if axis not in windows]
 
 
-def leading(trailing: int) -> Rule:
-    """The rule of an operation on the last axes: rows must lie before them."""
+def leading_axes(count: int) -> Rule:
+    """The rule of an operation on the last `count` axes, such as `cholesky`.
+
+    Rows lie before these, along the same axis of all operands and results.
+    """
 
     def rule(view: View) -> bool:
-        axes = [(axis, len(view.shape_in(i)) - trailing) for i, axis in enumerate(view.ins)]
-        return all(axis is not None and axis < limit for axis, limit in axes) and on_one_axis(view)
+        axes = [(axis, len(view.shape_in(i)) - count) for i, axis in enumerate(view.ins)]
+        return all(axis is not None and axis < limit for axis, limit in axes) and elementwise(view)
 
     return rule
 
 
 def fft(view: View) -> bool:
-    return leading(len(view.params["fft_lengths"]))(view)
+    return leading_axes(len(view.params["fft_lengths"]))(view)
 
 
 def bitcast(view: View) -> bool:
@@ -173,7 +180,7 @@ def bitcast(view: View) -> bool:
 
 
 def sorting(view: View) -> bool:
-    return None not in view.ins and on_one_axis(view) and view.ins[0] != view.params["dimension"]
+    return None not in view.ins and elementwise(view) and view.ins[0] != view.params["dimension"]
 
 
 def wrapped(view: View) -> bool:

@@ -15,7 +15,7 @@ COUPLED = -1  # in place of an axis: rows along several axes, or along one in an
 
 
 # Parameters that may differ with the number of rows: sizes, and programs, which are looked into.
-_SIZES = frozenset(["length", "limit_indices", "new_sizes", "reps", "shape", "sizes", "slice_sizes"])
+_SIZES = frozenset(["__axis_size", "length", "limit_indices", "new_sizes", "reps", "shape", "sizes", "slice_sizes"])
 _PROGRAMS = frozenset(
     [
         *("branches", "bwd", "body_jaxpr", "call_jaxpr", "cond_jaxpr", "ctx_mesh", "debug_info", "ft_in", "ft_out"),
@@ -30,9 +30,19 @@ class OtherProgramError(ValueError):
 
 
 class View(NamedTuple):
-    """An equation, for n rows (`single`) and for 2 n (`double`), with the axes of rows of its operands and results.
+    """An equation of a traced loss, as rules are asked of it.
 
+    A loss is traced for n rows and for 2 n: an axis that grows has rows.
     Parameters and shapes are those for n rows.
+
+    Attributes:
+      single: the equation for n rows.
+      double: the equation for 2 n rows. Its parameters differ in sizes alone.
+      ins: the axis of rows of each operand; None without rows.
+      outs: the axis of rows of each result; None without rows.
+      rows: n and 2 n.
+      asks_rules: whether derivatives that users wrote must be local, too.
+      moves: which operands a derivative moves; None if that is not known.
     """
 
     single: Any
@@ -40,29 +50,35 @@ class View(NamedTuple):
     ins: Sequence[Axis]
     outs: Sequence[Axis]
     rows: Rows
-    asks_rules: bool = True  # whether the user's derivative rules inside it are asked, too
-    moves: Sequence[bool] | None = None  # which operands a derivative may move; None: all that are inexact
+    asks_rules: bool = True
+    moves: Sequence[bool] | None = None
 
     @property
     def name(self) -> str:
+        """The name of the primitive."""
         return self.single.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
+        """The parameters of the equation for n rows."""
         return self.single.params
 
     def shape_in(self, operand: int) -> tuple[int, ...]:
+        """The shape of an operand, for n rows."""
         return self.single.invars[operand].aval.shape
 
     def shape_out(self, result: int = 0) -> tuple[int, ...]:
+        """The shape of a result, for n rows."""
         return self.single.outvars[result].aval.shape
 
     @property
     def has_rows(self) -> bool:
+        """Whether an operand has rows."""
         return any(axis is not None for axis in self.ins)
 
     @property
     def makes_rows(self) -> bool:
+        """Whether a result has rows."""
         return any(axis is not None for axis in self.outs)
 
     @property
@@ -73,7 +89,7 @@ class View(NamedTuple):
 
     @property
     def has_same_sizes(self) -> bool:
-        """Whether not even sizes differ, outside of the programs that an equation holds."""
+        """Whether not even sizes differ, outside of programs inside."""
         double = self.double.params
         sizes = ((value, double.get(key)) for key, value in self.params.items() if key in _SIZES)
         return self.has_same_numbers and all(equal(*pair) for pair in sizes)

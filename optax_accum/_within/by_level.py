@@ -54,6 +54,8 @@ class Store:
     def whole(self, value: Value) -> Any:
         if isinstance(value, Constant | Number):
             return value.array
+        if value not in self.values and value.axis is None:
+            self.values[value] = self.parts[value][0]  # the same for each micro-batch
         if value not in self.values:
             joined = self.units.joined(self.parts[value], axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)

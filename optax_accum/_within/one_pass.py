@@ -152,6 +152,8 @@ def one_pass(traced: TracedCall) -> OnePass | None:
         return None
     first, last = levels.stages
     assert first.loop is not None
+    if any(value.axis is None for value in first.loop.rows):
+        return None  # each micro-batch makes it, and one of them has its gradient
     before = [equation for equation in first.once if not levels.model.isdisjoint(equation.ins)]
     if any(levels.kinds[equation] is Kind.WHOLE or equation.view.has_rows for equation in before):
         return None

@@ -793,3 +793,124 @@ def test_a_rule_that_closes_over_a_value_of_the_loss():
         compute(False)(jnp.ones(2), x)
     whole = jax.value_and_grad(functools.partial(loss, passed=True))(jnp.ones(2), x)
     np.testing.assert_allclose(compute(True)(jnp.ones(2), x)[1], whole[1], rtol=1e-5)
+
+
+# Rules that refuse operands which the loss does not move
+
+
+@functools.partial(jax.custom_vjp)
+def scaled_sine(x, scale):
+    return jnp.sin(x) * scale
+
+
+def _scaled_sine_forward(x, scale):
+    if scale.perturbed:
+        raise RuntimeError("The scale has no derivative.")
+    return scaled_sine(x.value, scale.value), (x.value, scale.value)
+
+
+def _scaled_sine_backward(kept, cotangent):
+    x, scale = kept
+    return jnp.cos(x) * scale * cotangent, None
+
+
+scaled_sine.defvjp(_scaled_sine_forward, _scaled_sine_backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def constant(x):
+    return x
+
+
+@constant.defjvp
+def _(primals, tangents):
+    raise RuntimeError("It has no derivative.")
+
+
+REFUSING = {
+    "in the loss": lambda p, b: scaled_sine(b["x"] @ p["w"], jnp.abs(b["x"])),
+    "of a constant": lambda p, b: scaled_sine(b["x"] @ p["w"], constant(jnp.abs(b["x"]))),
+    "after a mean": lambda p, b: scaled_sine(dense(p, b) - jnp.mean(dense(p, b), 0)[None], b["x"]),
+    "in a checkpoint": lambda p, b: jax.checkpoint(lambda h, x: scaled_sine(h @ p["w"], x))(dense(p, b), b["x"]),
+    "in a scan": lambda p, b: jax.lax.scan(
+        lambda h, w: (scaled_sine(h @ w, constant(b["x"])), None), b["x"], p["layers"]["w"]
+    )[0],
+    "carried beside": lambda p, b: jax.lax.scan(
+        lambda c, w: ((scaled_sine(c[0] @ w, c[1]), c[1] * 2), None), (b["x"], b["x"]), p["layers"]["w"]
+    )[0][0],
+    "in a branch": lambda p, b: jax.lax.cond(
+        jnp.sum(jnp.abs(p["w"])) > 0, lambda h, x: scaled_sine(h, x), lambda h, x: h, dense(p, b), b["x"]
+    ),
+    "of each row": lambda p, b: jax.vmap(lambda x: scaled_sine(x @ p["w"], constant(x)))(b["x"]),
+}
+
+
+def refusing(name):
+    return lambda p, b: masked(jnp.sum(REFUSING[name](p, b) ** 2, 1), b)
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_rule_is_moved_by_no_more_than_the_loss_moves(name, x64):
+    ways = [(way, parts) for way in WAYS for parts in (2, 3, 5)]
+    assert_whole(refusing(name), *values(dtype=jnp.float64), ways=ways)
+    assert whole(refusing(name), *values()) == []
+
+
+def test_a_rule_is_moved_by_no_more_outside_jit():
+    loss = refusing("in the loss")
+    assert farthest(optax_accum.value_and_grad(loss, 3)(*values()), jax.value_and_grad(loss)(*values())) < 2e-6
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_linear_rule_that_refuses_others_has_a_weight(name):
+    assert "not linear" not in str(optax_accum.explain(refusing(name), *values()))
+
+
+def test_a_rule_that_refuses_what_the_loss_moves_refuses_it_here():
+    loss = lambda p, b: jnp.mean(scaled_sine(b["x"] @ p["w"], b["x"] @ p["w"]))
+    with pytest.raises(RuntimeError, match="The scale has no derivative"):
+        optax_accum.value_and_grad(loss, 3)(*values())
+    assert "custom_vjp_call of all rows at once" in str(optax_accum.explain(loss, *values()))
+
+
+# Results without rows of loops that have some: each micro-batch makes them, and one of them has their gradient
+
+
+def beside_rows(p, b):
+    """Hidden states [n, 4], a power of sums of parameters [], and a number of layers."""
+
+    def layer(carry, w):
+        hidden, scale, count = carry
+        return (jnp.tanh(hidden @ w) * scale, scale * jnp.sum(w) ** 2, count + 1), None
+
+    return jax.lax.scan(layer, (b["x"], jnp.sum(p["b"]), 0), p["layers"]["w"])[0]
+
+
+def scaled_mean(p, b):
+    hidden, scale, count = beside_rows(p, b)
+    return jnp.mean(hidden) * scale + scale**2 * count
+
+
+def scaled_after_a_mean(p, b):
+    hidden, scale, count = beside_rows(p, b)
+    centred = (hidden - jnp.mean(hidden, 0)[None]) * scale
+    return masked(jnp.sum(centred**2, 1), b) + jnp.where(count > 2, scale, 0)
+
+
+def scaled_on_all_rows(p, b):
+    hidden, scale, _ = beside_rows(p, b)
+    return jnp.mean(hidden**2) + jnp.sum(jnp.sort(dense(p, b), 0) * scale)
+
+
+@pytest.mark.parametrize("loss", [scaled_mean, scaled_after_a_mean, scaled_on_all_rows])
+def test_a_loop_over_rows_may_make_what_has_none(loss, x64):
+    assert_whole(loss, *values(dtype=jnp.float64), ways=[(way, parts) for way in WAYS for parts in (2, 5)])
+    assert "scan" not in couplings(loss, *values())
+
+
+def test_what_has_no_rows_counts_once_across_calls():
+    summed = lambda p, b: jnp.sum(beside_rows(p, b)[0]) + beside_rows(p, b)[1]
+    averaged = lambda p, b: jnp.mean(beside_rows(p, b)[0]) + beside_rows(p, b)[1]
+    text = lambda loss: str(optax_accum.explain(loss, *values())).split("Across calls")[1]
+    assert "no weight" in text(summed)
+    assert "is its number of rows" in text(averaged)
