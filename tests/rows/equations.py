@@ -186,141 +186,107 @@ def _joined_parts(found, number, values):
 # Values and gradients
 
 # What JAX does not differentiate: operations, in reverse, and operands of others.
-NO_GRADIENT = {
-    "while",
-    "householder_product",
-    "igamma_grad_a",
-    "zeta",
-    "random_gamma_grad",
-    "reduce_window",
-    "scatter-mul",
-}
+NO_GRADIENT = frozenset(
+    ["householder_product", "igamma_grad_a", "random_gamma_grad", "reduce_window", "scatter-mul", "while", "zeta"]
+)
 STILL = {"clamp": (0, 2), "polygamma": (0,), "regularized_incomplete_beta": (0, 1)}
 
 
-def _moves(found):
-    """Which operands a derivative moves."""
-    if found.single.primitive.name in NO_GRADIENT:
-        return [False] * len(found.values)
-    still = STILL.get(found.single.primitive.name, ())
-    atoms = zip(found.single.invars, found.values, strict=True)
+def moving(found):
+    """The places of the operands that a derivative moves."""
+    name, atoms = found.single.primitive.name, zip(found.single.invars, found.values, strict=True)
     inexact = [jnp.issubdtype(value.dtype, jnp.inexact) and not isinstance(atom, core.Literal) for atom, value in atoms]
-    return [is_inexact and place not in still for place, is_inexact in enumerate(inexact)]
+    still = range(len(inexact)) if name in NO_GRADIENT else STILL.get(name, ())
+    return [place for place, is_inexact in enumerate(inexact) if is_inexact and place not in still]
 
 
-def _moved(found, run):
-    """A function of values as one of those that move."""
-    moves = _moves(found)
+def with_gradient(found, run, cotangents, moves):
+    """The results of a function of the equation's operands, and the cotangents of those that move."""
 
     def fun(given):
-        rest = iter(given)
-        return list(run([next(rest) if m else value for value, m in zip(found.values, moves, strict=True)]))
+        values = list(found.values)
+        for place, value in zip(moves, given, strict=True):
+            values[place] = value
+        return list(run(values))
 
-    return fun
-
-
-def _with_gradient(found, run, given, cotangents):
-    """The results, and the cotangents of the operands that move."""
-    results, back = jax.vjp(_moved(found, run), given)
+    results, back = jax.vjp(fun, [found.values[place] for place in moves])
     return results, back(cotangents)[0]
 
 
-def _cotangents(found, results):
-    random = np.random.default_rng(len(results))
-
-    def one(leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return np.zeros(leaf.shape, jax.dtypes.float0)
-        return jnp.asarray(random.normal(size=leaf.shape), leaf.dtype)
-
-    return list(map(one, results))
+def at_once(found):
+    return lambda values: compilers.bind(found.single, values)
 
 
-def _of(axes, moves):
-    return [axis for axis, m in zip(axes, moves, strict=True) if m]
+def random_cotangents(found):
+    random = np.random.default_rng(len(found.single.outvars))
+
+    def one(aval):
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            return np.zeros(aval.shape, jax.dtypes.float0)
+        return jnp.asarray(random.normal(size=aval.shape), aval.dtype)
+
+    return [one(var.aval) for var in found.single.outvars]
 
 
 def true_of_rows(found):
-    """Two parts of the rows, in another order, against the whole: results, rows of cotangents, sums of cotangents."""
-    view, number, moves = found.view, found.units, _moves(found)
-    order = np.random.default_rng(number).permutation(number)
-    parts = [part for part in (order[: -(-number // 2)], order[-(-number // 2) :]) if len(part)]
-    given = _of(found.values, moves)
-    results = compilers.bind(found.single, found.values)
-    cotangents = _cotangents(found, results)
-    grads = (
-        _with_gradient(found, lambda values: compilers.bind(found.single, values), given, cotangents)[1]
-        if given
-        else []
-    )
-    got, want, sums = [], [], [0] * len(given)
-    for units in parts:
-        cut = lambda leaves, axes, units=units: [
-            some(leaf, axis, units, number) for leaf, axis in zip(leaves, axes, strict=True)
-        ]
-        size = resized.Some(found.rows, len(units) * (found.rows[0] // number))
-        run = lambda values, units=units, size=size, cut=cut: _of_rows(found, units, size, cut(values, view.ins))
-        got += run(found.values)
+    """Two parts of the units, in another order, against the whole: rows of results, and the sum of their gradients."""
+    view, moves, cotangents = found.view, moving(found), random_cotangents(found)
+    results, grads = with_gradient(found, at_once(found), cotangents, moves)
+    order, half = np.random.default_rng(found.units).permutation(found.units), -(-found.units // 2)
+    got, want, sums = [], [], [jnp.zeros_like(grad) for grad in grads]
+    for units in (order[:half], order[half:]):
+        if not len(units):
+            continue
+
+        def cut(leaves, axes, units=units):
+            return [some(leaf, axis, units, found.units) for leaf, axis in zip(leaves, axes, strict=True)]
+
+        run = lambda values, units=units, cut=cut: of_units(found, units, cut(values, view.ins))
+        rows, more = with_gradient(found, run, cut(cotangents, view.outs), moves)
+        sums = [a + b for a, b in zip(sums, more, strict=True)]
+        got += rows
         want += cut(results, view.outs)
-        if given:
-            more = _with_gradient(
-                found,
-                run,
-                given,
-                [_cut(ct, axis, units, number) for ct, axis in zip(cotangents, view.outs, strict=True)],
-            )[1]
-            sums = [a + b for a, b in zip(sums, more, strict=True)]
-    return [*got, *(sums if given else [])], [*want, *grads]
+    return [*got, *sums], [*want, *grads]
 
 
-def _cut(cotangent, axis, units, number):
-    return some(cotangent, axis, units, number)
-
-
-def _of_rows(found, units, size, values):
-    positional = known(found.single.primitive.name).positional
+def of_units(found, units, values):
+    """The equation on some units of its operands."""
     if found.says == "positional":
         (axis,), (made,) = found.view.outs, found.single.outvars
-        return [
-            positional.at(found.single, values, axis, jnp.asarray(places(units, made.aval.shape[axis], found.units)))
-        ]
-    return list(resized.evaluate(found.single, found.double, size, values))
+        at = jnp.asarray(places(units, made.aval.shape[axis], found.units))
+        return [known(found.single.primitive.name).positional.at(found.single, values, axis, at)]
+    size = resized.Some(found.rows, len(units) * (found.rows[0] // found.units))
+    return resized.evaluate(found.single, found.double, size, values)
 
 
 def true_in_parts(found):
     """Parts, joined, against the whole, with the gradient of a sum; an extreme in parts is not differentiated."""
-    number = min(found.units, 4)
-    results = compilers.bind(found.single, found.values)
-    given = _of(found.values, _moves(found)) if partial.reduction_of(found.equation).joins == "sum" else []
-    if not given:
-        return _joined_parts(found, number, found.values), list(results)
-    cotangents, pairs = _cotangents(found, results), []
-    for run in (functools.partial(_joined_parts, found, number), lambda values: compilers.bind(found.single, values)):
-        found_results, grads = _with_gradient(found, run, given, cotangents)
-        pairs.append([*found_results, *grads])
-    return pairs
+    moves = moving(found) if partial.reduction_of(found.equation).joins == "sum" else []
+    in_parts = lambda values: _joined_parts(found, min(found.units, 4), values)
+    pair = [with_gradient(found, run, random_cotangents(found), moves) for run in (in_parts, at_once(found))]
+    return [[*results, *grads] for results, grads in pair]
 
 
 CLAIMS = {"local": true_of_rows, "alike": true_of_rows, "positional": true_of_rows, "partial": true_in_parts}
 
 
 def assert_claims(founds):
-    """Each claim of the table about these equations is true, and the same of their derivatives: one program."""
-    founds = [found for found in founds if found.says in CLAIMS]
-    pairs = jax.jit(lambda: [CLAIMS[found.says](found) for found in founds])()
-    for found, (got, want) in zip(founds, pairs, strict=True):
-        for a, b in zip(got, want, strict=True):
-            assert_equal(a, b, f"{found.says}: {found.single}")
+    """Each claim of the table about these equations is true, and the same of their derivatives."""
+    _assert_pairs(CLAIMS, founds)
 
 
 def assert_true(founds):
-    """What the room says of these equations is true: all of them are one program, which is compiled once."""
-    pair = {"local": of_some, "alike": of_some, "partial": of_parts}
+    """What the room says of these equations is true."""
+    _assert_pairs({"local": of_some, "alike": of_some, "partial": of_parts}, founds)
+
+
+def _assert_pairs(pair, founds):
+    """All equations are one program, which is compiled once."""
     founds = [found for found in founds if found.says in pair]
     pairs = jax.jit(lambda: [pair[found.says](found) for found in founds])()
     for found, (got, want) in zip(founds, pairs, strict=True):
         for a, b in zip(got, want, strict=True):
-            assert_equal(a, b, str(found.single))
+            assert_equal(a, b, f"{found.says}: {found.single}")
 
 
 def assert_equal(got, want, equation):

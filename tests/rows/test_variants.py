@@ -64,7 +64,7 @@ def test_what_the_table_says_of_a_variant_is_true(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_table_says_of_many_variants_is_true(family):
     for name in FAMILIES[family]:
-        equations.assert_claims(enough(name, 4 if family in ("entries", "special") else 10))
+        equations.assert_claims(enough(name, 2 if family in ("entries", "special") else 6))
 
 
 # False rules are found
