@@ -124,9 +124,9 @@ IN_BODIES = {
     "of a checkpoint": lambda p, x: square(jax.checkpoint(lambda p, x: jnp.tanh(x * p["w"] + rows_of(p, x)))(p, x)),
     "of layers": over_layers(lambda p, c, w: jnp.tanh(c * w + rows_of(p, c))),
     "of layers, checkpointed": over_layers(jax.checkpoint(with_tiled_rows)),
+    "n steps in a checkpoint": lambda p, x: square(jax.checkpoint(lambda p, x: x * p["w"] * counted(x))(p, x)),
     "of a branch": in_a_branch,
     "n steps in layers": over_layers(lambda p, c, w: jnp.tanh(c * w * counted(c))),
-    "n steps in a checkpoint": lambda p, x: square(jax.checkpoint(lambda p, x: x * p["w"] * counted(x))(p, x)),
     "n ones in a checkpoint": lambda p, x: square(
         jax.checkpoint(lambda p, x: x * p["w"] * jnp.sum(jnp.ones(len(x))))(p, x)
     ),
@@ -138,9 +138,9 @@ OF_ONE_ROW = {
     "n copies": lambda v, p, x: jnp.sum(jnp.full(len(x), v @ p["w"])),
     "the numbers of rows": lambda v, p, x: jnp.sum(jnp.arange(len(x)) * (v @ p["w"])),
     "n places": lambda v, p, x: jnp.sum(jnp.linspace(0, 1, len(x)) * (v @ p["w"])),
+    "n steps": lambda v, p, x: lax.fori_loop(0, len(x), lambda i, s: s + v @ p["w"], 0.0),
     "n zeros": lambda v, p, x: jnp.sum(jnp.zeros((len(x), 5)) + jnp.tanh(v @ p["w"])),
     "n rows of a table": lambda v, p, x: jnp.sum(rows_of(p, x) @ v),
-    "n steps": lambda v, p, x: lax.fori_loop(0, len(x), lambda i, s: s + v @ p["w"], 0.0),
     "divided by n": lambda v, p, x: v @ p["w"] / len(x),
     "nothing of n": lambda v, p, x: jnp.tanh(v @ p["w"]),
     "n copies in a jit": lambda v, p, x: jax.jit(lambda v: jnp.sum(jnp.full(len(x), v @ p["w"])))(v),
