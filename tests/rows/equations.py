@@ -186,9 +186,10 @@ def _joined_parts(found, number, values):
 # Values and gradients
 
 # What JAX does not differentiate: operations, in reverse, and operands of others.
-NO_GRADIENT = frozenset(
-    ["householder_product", "igamma_grad_a", "random_gamma_grad", "reduce_window", "scatter-mul", "while", "zeta"]
-)
+NO_GRADIENT = {
+    *("householder_product", "igamma_grad_a", "nextafter", "random_gamma_grad", "reduce_window", "scatter-mul"),
+    *("while", "zeta"),
+}
 STILL = {"clamp": (0, 2), "polygamma": (0,), "regularized_incomplete_beta": (0, 1)}
 
 
