@@ -103,7 +103,10 @@ def test_a_false_rule_is_found(name, monkeypatch):
     before = [variants.traced(name, number) for number in range(MOST)]
     said = [found and found.says for found in before]
     monkeypatch.setitem(registry._table, name, FALSE[name])
-    others = [found for found, was in zip(before, said, strict=True) if found and (name in SAME or found.says != was)]
+    claimed = [
+        (found, was) for found, was in zip(before, said, strict=True) if found and found.says in equations.CLAIMS
+    ]
+    others = [found for found, was in claimed if name in SAME or found.says != was]
     assert others
     with pytest.raises((AssertionError, TypeError, ValueError)):  # or a shape that the rule would not have let through
         equations.assert_claims(others[:4])
@@ -171,6 +174,13 @@ def assert_linear(names, number):
 @pytest.mark.parametrize("share", range(3))
 def test_it_is_linear_in_each_group_of_operands(share, number):
     assert_linear(LINEAR[share::3], number)
+
+
+@pytest.mark.xfail(reason="The table says so of every gather; one that fills with a number is not.", strict=True)
+def test_a_gather_that_fills_is_linear():
+    take = lambda x: x.at[jnp.asarray([0, 7])].get(mode="fill", fill_value=1.0)
+    for got, want in sides(equations.traced("gather", take, "3n")):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_a_false_group_is_found(monkeypatch):
