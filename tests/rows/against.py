@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_accum
-from optax_accum._arguments.roles import Roles
 from optax_accum._rows.levels import Kind
 from optax_accum._within.microbatched import microbatched
-from optax_accum._within.splitting import Sizes
-from optax_accum._within.traced_call import trace_call
+from tests.rows.soundness import traced, untold
 
 ROWS = 12
 
@@ -59,12 +57,17 @@ WAYS = ("value_and_grad", "microbatched")
 
 
 def assert_whole(loss, *args, ways=tuple((way, 5) for way in WAYS), tolerance=1e-10, **options):
-    """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts."""
+    """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts.
+
+    No equation has a kind that it must not have: `test_soundness` compares their values.
+    """
     funs = [jax.value_and_grad(loss, **options), *(of_parts(way, loss, parts, **options) for way, parts in ways)]
     want, *found = jax.jit(lambda *args: [fun(*args) for fun in funs])(*args)
     assert np.isfinite(jax.tree.leaves(want)[0]).all()
     differences = {way: farthest(got, want) for way, got in zip(ways, found, strict=True)}
     assert max(differences.values()) < tolerance, differences
+    if not options:
+        assert list(untold(traced(loss, *args).levels)) == []
 
 
 def couplings(loss, params, batch):
@@ -79,5 +82,4 @@ def whole(loss, params, batch):
 
 
 def _levels(loss, params, batch):
-    call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
-    return trace_call(loss, call, Sizes(2, None, 1), call.params).levels
+    return traced(loss, params, batch, 2).levels

@@ -11,7 +11,8 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._rows import locality, resized
-from optax_accum._rows.program import Equation, Value
+from optax_accum._rows.program import Equation, Program, Value
+from optax_accum._rows.registry import known
 from optax_accum._rows.traces import view_of
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
@@ -25,7 +26,13 @@ def operand(spec, rows, random):
     """An array as a word says it: `n3` is float32 [n, 3], `i:2n` integers [2, n], `k:n` keys, `m:3n` [3, 4 n]."""
     kind, _, dims = spec.rpartition(":")
     sizes = {"n": rows, "m": 4 * rows, "h": rows // 2}
-    shape = tuple(sizes.get(dim) or int(dim) for dim in dims)
+    return array(kind, tuple(sizes.get(dim) or int(dim) for dim in dims), random)
+
+
+def array(kind, shape, random):
+    """Random numbers: keys, integers small, large or zero, flags, shares of one, complex numbers, or any."""
+    if kind == "z":
+        return jnp.zeros(shape, jnp.int32)
     if kind == "k":
         return jax.random.split(jax.random.key(0), shape)
     if kind == "i":
@@ -48,6 +55,7 @@ class Found:
     single: Any
     double: Any
     operands: list
+    rows: tuple = ROWS
 
     @functools.cached_property
     def values(self):
@@ -56,13 +64,14 @@ class Found:
 
     @property
     def view(self):
-        return view_of(self.single, self.double, ROWS)
+        return view_of(self.single, self.double, self.rows)
 
     @property
     def says(self):
         """What the room says of it."""
         view = self.view
-        if locality.is_local(view):
+        kept = [axis for axis in view.outs if axis is not None] if view.name in locality.NESTED else view.outs
+        if locality.is_local(view._replace(outs=kept)):
             return "local"
         if locality.is_partial(view):
             return "partial"
@@ -70,15 +79,43 @@ class Found:
             return "positional"
         return "alike" if locality.is_alike(view) else "together"
 
+    @functools.cached_property
+    def equation(self):
+        """As the engine has it."""
+        view = self.view
+        pairs = zip((self.single.invars, self.single.outvars), (view.ins, view.outs), strict=True)
+        ins, outs = ([Value(var.aval, axis) for var, axis in zip(*pair, strict=True)] for pair in pairs)
+        return Equation(self.single, self.double, ins, outs, self.rows)
+
+    @property
+    def units(self):
+        """The number of blocks of rows that it treats together."""
+        equation = self.equation
+        return Program(equation.ins, [equation], equation.outs, self.rows).units
+
 
 def traced(name, fun, *specs):
     """The last equation of this name in a function of operands; None where this JAX traces no such equation."""
     random = np.random.default_rng(sum(map(ord, name)))
-    values = [operand(spec, ROWS[0], random) for spec in specs]
-    twice = [jax.eval_shape(lambda spec=spec: operand(spec, ROWS[1], np.random.default_rng(0))) for spec in specs]
+    arrays = lambda rows: [operand(spec, rows, random) for spec in specs]
+    return traced_for(name, lambda rows: fun, arrays, ROWS)
+
+
+def traced_for(name, fun, arrays, rows):
+    """The same of functions, and of arrays, of the number of rows."""
+    single, double = rows
+    values, twice = arrays(single), jax.eval_shape(lambda: arrays(double))
     found = []
-    _walk(name, jax.make_jaxpr(fun)(*values), jax.make_jaxpr(fun)(*twice), list(map(_known, values)), found)
-    return found[-1] if found else None
+    _walk(
+        name,
+        jax.make_jaxpr(fun(single))(*values),
+        jax.make_jaxpr(fun(double))(*twice),
+        list(map(_known, values)),
+        found,
+    )
+    if not found or len(found[-1].single.outvars) != len(found[-1].double.outvars):
+        return None  # no pair
+    return dataclasses.replace(found[-1], rows=rows)
 
 
 def _walk(name, long, short, values, found):
@@ -108,13 +145,16 @@ def _results(eqn, operands):
     return [lambda i=i: computed()[i] for i in range(len(eqn.outvars))]
 
 
-def some(array, axis, units):
-    """The rows of some units: three in all, in blocks where rows are in groups."""
+def some(array, axis, units, number=3):
+    """The rows of some units, of a number of them: in blocks where rows are in groups."""
     if axis is None:
         return array
-    block = array.shape[axis] // 3
-    places = np.concatenate([np.arange(unit * block, (unit + 1) * block) for unit in units])
-    return array[(slice(None),) * axis + (places,)]
+    return array[(slice(None),) * axis + (places(units, array.shape[axis], number),)]
+
+
+def places(units, length, number):
+    block = length // number
+    return np.concatenate([np.arange(unit * block, (unit + 1) * block) for unit in units])
 
 
 def of_some(found):
@@ -127,29 +167,127 @@ def of_some(found):
 
 def of_parts(found):
     """The parts of the equation, joined, and the equation: (got, want). Filled rows count for nothing."""
-    view = found.view
-    axes = zip((found.single.invars, found.single.outvars), (view.ins, view.outs), strict=True)
-    ins, outs = ([Value(var.aval, axis) for var, axis in zip(vars, of, strict=True)] for vars, of in axes)
-    equation = Equation(found.single, found.double, ins, outs, ROWS)
-    units = Units(ROWS[0], 4)
-    store = by_level.Store(units, Device(), dict(zip(ins, found.values, strict=True)))
+    return _joined_parts(found, 4, found.values), compilers.bind(found.single, found.values)
+
+
+def _joined_parts(found, number, values):
+    equation = found.equation
+    units = Units(found.units, number, found.rows[0] // found.units)
+    store = by_level.Store(units, Device(), dict(zip(equation.ins, values, strict=True)))
     parts = []
-    for index in range(4):
-        values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in ins]
+    for index in range(number):
+        values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in equation.ins]
         parts.append(partial.part_of(equation, units, values, units.of_part(index)))
     total = partial.reduction_of(equation).over(jnp.stack(parts), axis=0)
     assert parts[0].dtype == partial.type_of_part(equation).dtype
-    return [by_level.finished(equation, total, store)], compilers.bind(found.single, found.values)
+    return [by_level.finished(equation, total, store)]
+
+
+# Values and gradients
+
+# What JAX does not differentiate: operations, in reverse, and operands of others.
+NO_GRADIENT = {
+    *("householder_product", "igamma_grad_a", "nextafter", "random_gamma_grad", "reduce_window", "scatter-mul"),
+    *("while", "zeta"),
+}
+STILL = {"clamp": (0, 2), "polygamma": (0,), "regularized_incomplete_beta": (0, 1)}
+
+
+def moving(found):
+    """The places of the operands that a derivative moves."""
+    name, atoms = found.single.primitive.name, zip(found.single.invars, found.values, strict=True)
+    inexact = [jnp.issubdtype(value.dtype, jnp.inexact) and not isinstance(atom, core.Literal) for atom, value in atoms]
+    still = range(len(inexact)) if name in NO_GRADIENT else STILL.get(name, ())
+    return [place for place, is_inexact in enumerate(inexact) if is_inexact and place not in still]
+
+
+def with_gradient(found, run, cotangents, moves):
+    """The results of a function of the equation's operands, and the cotangents of those that move."""
+
+    def fun(given):
+        values = list(found.values)
+        for place, value in zip(moves, given, strict=True):
+            values[place] = value
+        return list(run(values))
+
+    results, back = jax.vjp(fun, [found.values[place] for place in moves])
+    return results, back(cotangents)[0]
+
+
+def at_once(found):
+    return lambda values: compilers.bind(found.single, values)
+
+
+def random_cotangents(found):
+    random = np.random.default_rng(len(found.single.outvars))
+
+    def one(aval):
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            return np.zeros(aval.shape, jax.dtypes.float0)
+        return jnp.asarray(random.normal(size=aval.shape), aval.dtype)
+
+    return [one(var.aval) for var in found.single.outvars]
+
+
+def true_of_rows(found):
+    """Two parts of the units, in another order, against the whole: rows of results, and the sum of their gradients."""
+    view, moves, cotangents = found.view, moving(found), random_cotangents(found)
+    results, grads = with_gradient(found, at_once(found), cotangents, moves)
+    order, half = np.random.default_rng(found.units).permutation(found.units), -(-found.units // 2)
+    got, want, sums = [], [], [jnp.zeros_like(grad) for grad in grads]
+    for units in (order[:half], order[half:]):
+        if not len(units):
+            continue
+
+        def cut(leaves, axes, units=units):
+            return [some(leaf, axis, units, found.units) for leaf, axis in zip(leaves, axes, strict=True)]
+
+        run = lambda values, units=units, cut=cut: of_units(found, units, cut(values, view.ins))
+        rows, more = with_gradient(found, run, cut(cotangents, view.outs), moves)
+        sums = [a + b for a, b in zip(sums, more, strict=True)]
+        got += rows
+        want += cut(results, view.outs)
+    return [*got, *sums], [*want, *grads]
+
+
+def of_units(found, units, values):
+    """The equation on some units of its operands."""
+    if found.says == "positional":
+        (axis,), (made,) = found.view.outs, found.single.outvars
+        at = jnp.asarray(places(units, made.aval.shape[axis], found.units))
+        return [known(found.single.primitive.name).positional.at(found.single, values, axis, at)]
+    size = resized.Some(found.rows, len(units) * (found.rows[0] // found.units))
+    return resized.evaluate(found.single, found.double, size, values)
+
+
+def true_in_parts(found):
+    """Parts, joined, against the whole, with the gradient of a sum; an extreme in parts is not differentiated."""
+    moves = moving(found) if partial.reduction_of(found.equation).joins == "sum" else []
+    in_parts = lambda values: _joined_parts(found, min(found.units, 4), values)
+    pair = [with_gradient(found, run, random_cotangents(found), moves) for run in (in_parts, at_once(found))]
+    return [[*results, *grads] for results, grads in pair]
+
+
+CLAIMS = {"local": true_of_rows, "alike": true_of_rows, "positional": true_of_rows, "partial": true_in_parts}
+
+
+def assert_claims(founds):
+    """Each claim of the table about these equations is true, and the same of their derivatives."""
+    _assert_pairs(CLAIMS, founds)
 
 
 def assert_true(founds):
-    """What the room says of these equations is true: all of them are one program, which is compiled once."""
-    pair = {"local": of_some, "alike": of_some, "partial": of_parts}
+    """What the room says of these equations is true."""
+    _assert_pairs({"local": of_some, "alike": of_some, "partial": of_parts}, founds)
+
+
+def _assert_pairs(pair, founds):
+    """All equations are one program, which is compiled once."""
     founds = [found for found in founds if found.says in pair]
     pairs = jax.jit(lambda: [pair[found.says](found) for found in founds])()
     for found, (got, want) in zip(founds, pairs, strict=True):
         for a, b in zip(got, want, strict=True):
-            assert_equal(a, b, str(found.single))
+            assert_equal(a, b, f"{found.says}: {found.single}")
 
 
 def assert_equal(got, want, equation):

@@ -1,8 +1,10 @@
 """Whether what is said of a program is true, for values: each equation, evaluated as a micro-batch evaluates it.
 
-For tests, and for who doubts a result: `unsound(loss)` runs all rows at once, and each equation of a loop once more.
+For tests, and for who doubts a result: the equations of a loss run for all rows, and each that runs in a loop once more,
+micro-batch by micro-batch, with its derivative. All of it is one program.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,57 +12,108 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._arguments.roles import Roles
 from optax_accum._core import compilers
 from optax_accum._rows.levels import Kind, Levels
+from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
 from optax_accum._within import by_level, partial
-from optax_accum._within.traced_call import TracedCall
+from optax_accum._within.splitting import Sizes
+from optax_accum._within.traced_call import TracedCall, trace_call
+
+WIDE = 2.0**-23  # numbers of more digits are compared as if they had so many
 
 
-def unsound(traced: TracedCall, tolerance: float = 1e-6) -> list[str]:
-    """What is not true of a traced loss on one device; empty if all is."""
-    values = dict(zip(traced.levels.program.inputs, map(jnp.asarray, traced.values), strict=True))
-    return [*_untold(traced.levels), *_untrue(traced.levels, traced.units, values, tolerance)]
+def traced(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
+    """A loss of parameters and a batch, as micro-batches run it."""
+    call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
+    return trace_call(loss, call, Sizes(parts, None, 1), call.params)
 
 
-def _untold(levels: Levels) -> Iterator[str]:
+def unsound(*calls: TracedCall, tolerance: float = 1e-6) -> list[str]:
+    """What is not true of traced losses on one device; empty if all is. The losses are one program."""
+    checked = _differing(calls)
+    differences = jax.jit(lambda values: list(map(_differences, calls, checked, values)))
+    found = differences([list(map(jnp.asarray, call.values)) for call in calls])
+    said = [sentence for call in calls for sentence in untold(call.levels)]
+    for call, equations, of_call in zip(calls, checked, found, strict=True):
+        for equation, far in zip(equations, of_call, strict=True):
+            if not far <= tolerance:
+                kind = call.levels.kinds[equation].name
+                said.append(f"{equation} is {kind}, and its parts are not the whole: {float(far):.1e}")
+    return said
+
+
+def untold(levels: Levels) -> Iterator[str]:
     """What a kind must not have: only a proof lets an equation run for some rows."""
     for equation, kind in levels.kinds.items():
         view = equation.view
         if kind is Kind.FREE and (view.has_rows or view.makes_rows):
-            yield f"{equation} is free, and takes or makes rows"
+            yield f"{equation} is FREE, and takes or makes rows"
         if kind is Kind.MADE and (view.has_rows or not view.makes_rows):
-            yield f"{equation} makes no rows, or takes some"
-        if kind is Kind.LOCAL and COUPLED in (*view.ins, *(v.axis for v in equation.outs)):
-            yield f"{equation} is local, and its rows are coupled"
+            yield f"{equation} is MADE, and makes no rows, or takes some"
+        if kind in (Kind.LOCAL, Kind.PARTIAL) and COUPLED in (*view.ins, *view.outs):
+            yield f"{equation} is {kind.name}, and its rows are coupled"
+        if kind in (Kind.LOCAL, Kind.PARTIAL) and equation.differs:
+            yield f"{equation} is {kind.name}, and another equation for more rows"
     for loop in levels.loops:
         for equation in loop.equations:
             if levels.kinds[equation] is not Kind.LOCAL:
                 yield f"{equation} runs in a loop, and is {levels.kinds[equation].name}"
+        if any(value.axis == COUPLED for value in loop.takes):
+            yield "a loop takes rows that are coupled"
+    made = collections.Counter(equation for loop in levels.loops for equation in loop.equations)
+    for equation, times in made.items():
+        if times > 1 and not levels.moving.isdisjoint(equation.ins) and any(nonlinear_rules(equation.single)):
+            yield f"{equation} runs in {times} loops, and its derivative by the user is not linear"
 
 
-def _untrue(levels: Levels, units: Units, env: dict[Value, Any], tolerance: float) -> Iterator[str]:
-    def read(value: Value) -> Any:
-        return jnp.asarray(value.array) if isinstance(value, Constant | Number) else env[value]
+def _differing(calls: Sequence[TracedCall]) -> list[list[Equation]]:
+    """The equations that loops may run and that no earlier one is like, of each call."""
+    found: list[list[Equation]] = []
+    seen: set[Any] = set()
+    for call in calls:
+        found.append([])
+        for equation, kind in call.levels.kinds.items():
+            if kind in (Kind.LOCAL, Kind.PARTIAL) and not equation.single.effects:
+                sort = _sort(call, equation)
+                found[-1] += [equation] * (sort not in seen)
+                seen.add(sort)
+    return found
 
-    for equation, kind in levels.kinds.items():
-        values = list(map(read, equation.ins))
+
+def _sort(call: TracedCall, equation: Equation) -> Any:
+    """What an equation is, but for the values that it takes."""
+    values = [*equation.ins, *equation.outs]
+    moves = tuple(value in call.levels.moving for value in equation.ins)
+    kind, units = call.levels.kinds[equation], call.units.number
+    return kind, units, moves, str(equation.single.params), equation.name, *((str(v.aval), v.axis) for v in values)
+
+
+def _differences(call: TracedCall, checked: Sequence[Equation], arrays: Sequence[Any]) -> list[Any]:
+    """How far the parts of each equation are from the whole."""
+    env: dict[Value, Any] = dict(zip(call.levels.program.inputs, arrays, strict=True))
+    found = []
+    for equation, kind in call.levels.kinds.items():
+        values = [jnp.asarray(v.array) if isinstance(v, Constant | Number) else env[v] for v in equation.ins]
         whole = compilers.bind(equation.single, values)
         env.update(zip(equation.outs, whole, strict=True))
-        if kind in (Kind.LOCAL, Kind.PARTIAL) and not equation.single.effects:
-            found = _difference(equation, kind, units, values, whole)
-            if not found <= tolerance:
-                yield f"{equation} is {kind.name}, and its parts are not the whole: {found:.1e}"
+        if equation in checked:
+            moves = [value in call.levels.moving for value in equation.ins]
+            found.append(_difference(equation, kind, call.units, values, moves, whole))
+    return found
 
 
-def _difference(equation: Equation, kind: Kind, units: Units, values: Sequence[Any], whole: Sequence[Any]) -> float:
+def _difference(
+    equation: Equation, kind: Kind, units: Units, values: Sequence[Any], moves: Sequence[bool], whole: Sequence[Any]
+) -> Any:
     """The largest difference of results and of gradients, all rows at once against micro-batch by micro-batch."""
-    pairs_of = zip(equation.ins, values, strict=True)
-    moves = [jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(v, Constant | Number) for v, x in pairs_of]
-    given = [leaf for leaf, moving in zip(values, moves, strict=True) if moving]
+    is_still = equation.name == "while" or (kind is Kind.PARTIAL and partial.reduction_of(equation).joins != "sum")
+    pairs = zip(values, moves, strict=True)
+    moves = [moving and not is_still and _is_inexact(value) for value, moving in pairs]
 
     def put(given: Sequence[Any]) -> list[Any]:
         rest = iter(given)
@@ -71,49 +124,61 @@ def _difference(equation: Equation, kind: Kind, units: Units, values: Sequence[A
 
     def in_parts(given: Sequence[Any]) -> list[Any]:
         store = by_level.Store(units, Device(), dict(zip(equation.ins, put(given), strict=True)))
-        parts = [_part(equation, kind, units, store, index) for index in range(units.parts)]
+        cut = [None if value.axis is None else store.cut(value) for value in equation.ins]
+        whole = [store.whole(value) if value.axis is None else None for value in equation.ins]
+
+        def part(of: Any) -> Sequence[Any]:
+            index, rows = of
+            taken = [value if mine is None else mine for value, mine in zip(whole, rows, strict=True)]
+            return _part(equation, kind, units, taken, units.of_part(index))
+
+        parts = jax.lax.map(part, (jnp.arange(units.parts), cut))
         if kind is Kind.PARTIAL:
-            total = partial.reduction_of(equation).over(jnp.stack([part[0] for part in parts]), axis=0)
-            return [by_level.finished(equation, total, store)]
-        joined = [jnp.stack(leaves) for leaves in zip(*parts, strict=True)]
-        return [
-            leaf[0] if value.axis is None else units.joined(leaf, value.axis)
-            for leaf, value in zip(joined, equation.outs, strict=True)
-        ]
+            return [by_level.finished(equation, partial.reduction_of(equation).over(parts[0], axis=0), store)]
+        pairs = zip(parts, equation.outs, strict=True)
+        return [leaf[0] if value.axis is None else units.joined(leaf, value.axis) for leaf, value in pairs]
 
-    cotangents = [_some_cotangent(leaf) for leaf in whole]
-    pairs = []
-    for fun in (at_once, in_parts):
-        results, back = jax.vjp(fun, given)
-        grads = back(cotangents)[0] if equation.name not in ("while",) else []
-        pairs.append(jax.tree.leaves((results, grads)))
-    return max(map(_farthest, *pairs), default=0.0)
+    given = [leaf for leaf, moving in zip(values, moves, strict=True) if moving]
+    if not given:
+        return _farthest(in_parts(given), whole)
+    cotangents = list(map(_some_cotangent, whole))
+    results, back = jax.vjp(at_once, given)
+    found, back_of_parts = jax.vjp(in_parts, given)
+    return _farthest([*found, *back_of_parts(cotangents)[0]], [*results, *back(cotangents)[0]])
 
 
-def _part(equation: Equation, kind: Kind, units: Units, store: by_level.Store, index: int) -> Sequence[Any]:
-    numbers = units.of_part(index)
-    values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in equation.ins]
+def _part(equation: Equation, kind: Kind, units: Units, values: list[Any], numbers: Any) -> list[Any]:
     if kind is Kind.PARTIAL:
         return [partial.part_of(equation, units, values, numbers)]
-    return by_level.of_rows(equation, units, values, numbers)
+    return list(by_level.of_rows(equation, units, values, numbers))
 
 
 def _some_cotangent(leaf: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if not _is_inexact(leaf):
         return np.zeros(leaf.shape, jax.dtypes.float0)
     return jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape).astype(leaf.dtype)
 
 
-def _farthest(got: Any, want: Any) -> float:
+def _farthest(got: Sequence[Any], want: Sequence[Any]) -> Any:
+    """The largest difference, relative to the largest number of its leaf, of what both have as numbers.
+
+    It counts in units of the narrowest dtype: in one of two programs XLA may keep digits that a cast cuts off.
+    """
+    digits = max([WIDE, *(float(jnp.finfo(leaf.dtype).eps) for leaf in want if _is_inexact(leaf))])
+    pairs = zip(got, want, strict=True)
+    found = [_far(a, b) for a, b in pairs if a.size and a.dtype != jax.dtypes.float0]
+    return jnp.max(jnp.stack(found)) * (WIDE / digits) if found else jnp.zeros([])
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _far(got: Any, want: Any) -> Any:
     if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
-    if got.dtype == jax.dtypes.float0 or not got.size:
-        return 0.0
-    a, b = np.asarray(got, np.complex128), np.asarray(want, np.complex128)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    far = float(np.max(np.where(same, 0, np.abs(a - b)) / max(np.nanmax(np.abs(b), initial=0), 1.0)))
-    return (
-        far * 2.0**-23 / max(float(jnp.finfo(got.dtype).eps), 2.0**-23)
-        if jnp.issubdtype(got.dtype, jnp.inexact)
-        else far
-    )
+    wide = complex if jnp.issubdtype(got.dtype, jnp.complexfloating) else float
+    same = (got == want) | ((got != got) & (want != want))
+    got, want = got.astype(wide), want.astype(wide)
+    size = jnp.max(jnp.where(jnp.isfinite(want), jnp.abs(want), 0))
+    return jnp.max(jnp.where(same, 0, jnp.abs(got - want))) / jnp.maximum(size, 1)

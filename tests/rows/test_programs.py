@@ -1,12 +1,14 @@
 """Random losses, and gathers of own rows: the value and the gradient are the whole batch's."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optax_accum
-from tests.rows import against, programs
+from tests.rows import against, mixed, programs
 from tests.rows.against import WAYS, farthest, of_parts
 from tests.tiers import sweep
 from tests.versions import JAX
@@ -27,6 +29,30 @@ def test_random_losses(number, x64):
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want)):
         pytest.skip("The whole batch's gradient is NaN: a square root of zero.")
     assert farthest(got, want) < 1e-8, (way, parts, options, writer.pieces)
+
+
+TOGETHER = 8  # losses that are one program
+
+
+def differences(first):
+    """How far the gradients of some losses are from the whole batch's, and what they are made of."""
+    mixtures = [mixed.Mixture(number) for number in range(first, first + TOGETHER)]
+    args, funs = [mixture.values() for mixture in mixtures], []
+    for place, mixture in enumerate(mixtures):
+        way, parts = WAYS[(first // TOGETHER + place) % 2], min((2, 3, 5, 12)[place % 4], mixture.n)
+        funs.append((jax.value_and_grad(mixture.loss), of_parts(way, mixture.loss, parts)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*All rows run at once")
+        found = jax.jit(lambda args: [[fun(*each) for fun in pair] for pair, each in zip(funs, args, strict=True)])(
+            args
+        )
+    return [(mixture, farthest(got, want)) for mixture, (want, got) in zip(mixtures, found, strict=True)]
+
+
+@pytest.mark.parametrize("first", sweep(range(0, 400, TOGETHER), but=[0, 8, 16, 24, 32]))
+def test_random_losses_of_rows_and_parameters(first, rank_promotion):
+    for number, (mixture, far) in enumerate(differences(first), start=first):
+        assert far < (5e-2 if mixture.is_narrow else 1e-4), (number, mixture.n, mixture.d)
 
 
 PICKED = {

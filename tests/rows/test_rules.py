@@ -709,6 +709,35 @@ def test_a_batch_of_several_arguments_and_a_scalar():
     assert farthest(got, jax.value_and_grad(loss)(*args)) < 2e-6
 
 
+@jax.custom_vjp
+def clips_cheaply(x):
+    return x * 1.0
+
+
+clips_cheaply.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+
+@pytest.mark.xfail(reason="Each loop that makes the rows again gives the rule a part of the cotangent.", strict=True)
+@pytest.mark.parametrize(("rule", "crossing"), [(clips_cheaply, "save"), (clips_rows, "recompute")])
+def test_a_rule_that_is_not_linear_is_given_the_whole_cotangent(rule, crossing):
+    def loss(p, b):
+        hidden = rule(dense(p, b))
+        return jnp.mean((hidden - jnp.mean(hidden)) ** 3)
+
+    args, way = values(), optax_accum.value_and_grad(loss, 4, crossing=crossing)
+    got, want = jax.jit(lambda *args: (way(*args), jax.value_and_grad(loss)(*args)))(*args)
+    assert farthest(got, want) < 1e-5
+
+
+@pytest.mark.xfail(raises=ValueError, reason="Two operations are taken for a pair.", strict=True)
+@pytest.mark.parametrize("wrap", [lambda step: step, *sweep([jax.jit, jax.checkpoint])])
+def test_an_operation_with_more_operands_for_more_rows(wrap):
+    params, batch = values()
+    params["bias"] = jnp.ones([1, 4])
+    step = lambda p, h: h + p["bias"] if len(h) > ROWS else jnp.tanh(h)
+    assert_whole(lambda p, b: jnp.mean(wrap(step)(p, dense(p, b)) ** 2), params, batch, tolerance=1e-5)
+
+
 def test_a_loss_for_one_number_of_rows():
     with pytest.raises((TypeError, ValueError)) as error:
         optax_accum.value_and_grad(lambda p, b: jnp.mean((b["x"] @ p["w"]).reshape(12, 4)), 2)(*values())

@@ -1,0 +1,190 @@
+"""The table of primitives is true of random equations, with their derivatives; and what would be false is found."""
+
+import collections
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_accum._core import compilers
+from optax_accum._rows import draws, primitives, registry
+from optax_accum._rows.registry import Known, Positional, Reduction, known
+from tests.rows import equations, variants
+from tests.rows.test_primitives import COLLECTIVES, OF_OTHER_VERSIONS
+from tests.tiers import sweep
+
+MOST = 120  # variants that are traced until enough of each claim were seen
+FAMILIES = collections.defaultdict(list)
+for _name, _writer in variants.WRITERS.items():
+    FAMILIES[_writer.__name__].append(_name)
+
+
+def test_every_primitive_of_the_table_has_variants():
+    assert registry.names() - COLLECTIVES - {"closed_call"} == set(variants.WRITERS)
+
+
+# JAX 0.12 says how often a tile is repeated in `reps`, which is not among the parameters that may differ with the rows.
+NEVER = {("tile", "alike")}
+
+
+def claims_of(name):
+    """What the table has a rule for."""
+    row, none = known(name), Known()
+    rules = {"local": row.local is not none.local, "partial": row.partial is not none.partial}
+    rules |= {"alike": row.alike is not none.alike, "positional": row.positional is not None}
+    return [claim for claim, has_rule in rules.items() if has_rule and (name, claim) not in NEVER]
+
+
+def enough(name, number):
+    """The first variants of a primitive about which the table makes each claim so often; none in another JAX."""
+    seen, is_there = {claim: [] for claim in claims_of(name)}, False
+    for variant in range(MOST):
+        found = variants.traced(name, variant)
+        is_there |= found is not None
+        if found is not None and len(seen.get(found.says, range(number))) < number:
+            seen[found.says].append(found)
+        if all(len(each) == number for each in seen.values()):
+            break
+    counts = {claim: len(founds) for claim, founds in seen.items()}
+    assert set(counts.values()) == {number} or (not is_there and name in OF_OTHER_VERSIONS), (name, counts)
+    return list(itertools.chain(*seen.values()))
+
+
+@pytest.mark.parametrize("family", sweep(FAMILIES, but=[family for family in FAMILIES if family != "special"]))
+def test_what_the_table_says_of_a_variant_is_true(family):
+    """Entry by entry, primitives share a rule."""
+    number = 1 if family in ("entries", "special") else 2
+    names = FAMILIES[family][:: 2 if family == "entries" else 1]
+    equations.assert_claims([found for name in names for found in enough(name, number)])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_table_says_of_many_variants_is_true(family):
+    for name in FAMILIES[family]:
+        equations.assert_claims(enough(name, 2 if family in ("entries", "special") else 6))
+
+
+# False rules are found
+
+
+def always(view):
+    return True
+
+
+def from_zero_on(equation, values, axis, places):
+    return draws.at(equation, values, axis, jnp.arange(len(places)))
+
+
+SAME = {"reduce_max", "reduce_min", "random_bits"}  # the same claims, of other parts
+FALSE = {
+    "rev": Known(local=always),
+    "sort": Known(local=always),
+    "cumsum": Known(local=always),
+    "reshape": Known(local=always),
+    "conv_general_dilated": Known(local=always),
+    "gather": Known(local=always),
+    "scatter": Known(local=always),
+    "pad": Known(local=always),
+    "concatenate": Known(local=always),
+    "reduce_max": Known(partial=Reduction(primitives._reduced)),
+    "reduce_min": Known(partial=primitives._MAX),
+    "reduce_prod": Known(partial=primitives._SUM),
+    "iota": Known(alike=always),
+    "random_bits": Known(positional=Positional(draws.is_drawn_by_rows, from_zero_on)),
+}
+
+
+@pytest.mark.parametrize("name", sweep(FALSE, but=["rev", "gather", "reduce_max", "iota", "random_bits"]))
+def test_a_false_rule_is_found(name, monkeypatch):
+    """Among a few variants about which it says something else than the table."""
+    before = [variants.traced(name, number) for number in range(MOST)]
+    said = [found and found.says for found in before]
+    monkeypatch.setitem(registry._table, name, FALSE[name])
+    claimed = [
+        (found, was) for found, was in zip(before, said, strict=True) if found and found.says in equations.CLAIMS
+    ]
+    others = [found for found, was in claimed if name in SAME or found.says != was]
+    assert others
+    with pytest.raises((AssertionError, TypeError, ValueError)):  # or a shape that the rule would not have let through
+        equations.assert_claims(others[:4])
+
+
+def test_a_false_derivative_is_found(monkeypatch):
+    """The values of the function are right: its tangents take rows together."""
+
+    @jax.custom_jvp
+    def twice(x):
+        return 2 * x
+
+    twice.defjvp(lambda xs, ts: (twice(*xs), 2 * ts[0] - ts[0].mean(0, keepdims=True)))
+    trace = lambda: equations.traced("custom_jvp_call", twice, "n3")
+    assert trace().says == "together"
+    monkeypatch.setitem(registry._table, "custom_jvp_call", Known(local=always))
+    assert trace().says == "local"
+    equations.assert_true([trace()])
+    with pytest.raises(AssertionError):
+        equations.assert_claims([trace()])
+
+
+# Groups of operands in which it is linear
+
+LINEAR = sorted(name for name in variants.WRITERS if known(name).linear)
+
+
+def sides(found):
+    """f(a + b) and f(a) + f(b), f(2 a) and 2 f(a), for each group of operands."""
+    random, pairs = np.random.default_rng(0), []
+    for group in known(found.single.primitive.name).linear_groups(len(found.values)):
+        if not all(jnp.issubdtype(found.values[place].dtype, jnp.inexact) for place in group):
+            continue
+        others = {place: jnp.asarray(random.normal(size=v.shape), v.dtype) for place, v in enumerate(found.values)}
+
+        def at(change, group=group):
+            values = [change(v, place) if place in group else v for place, v in enumerate(found.values)]
+            return [out for out in compilers.bind(found.single, values) if jnp.issubdtype(out.dtype, jnp.inexact)]
+
+        first, second = at(lambda value, place: value), at(lambda value, place, others=others: others[place])
+        both = at(lambda value, place, others=others: value + others[place])
+        pairs += zip(both, map(jnp.add, first, second), strict=True)
+        pairs += zip(at(lambda value, place: 2 * value), [2 * out for out in first], strict=True)
+    return pairs
+
+
+def assert_linear(names, number):
+    founds = {name: [variants.traced(name, each) for each in range(number)] for name in names}
+    founds = {name: [found for found in each if found is not None] for name, each in founds.items()}
+    pairs = jax.jit(lambda: {name: [sides(found) for found in each] for name, each in founds.items()})()
+    assert [name for name in names if not any(pairs[name])] == [
+        name for name in names if not founds[name] and name in OF_OTHER_VERSIONS
+    ]
+    for name in names:
+        for found, sums in zip(founds[name], pairs[name], strict=True):
+            for got, want in sums:
+                digits = max(
+                    float(jnp.finfo(got.dtype).eps),
+                    float(jnp.finfo(jnp.float32).eps) * 2 ** (3 * (name == "reduce_precision")),
+                )
+                np.testing.assert_allclose(got, want, rtol=64 * digits, atol=64 * digits, err_msg=str(found.single))
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(20, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("share", range(3))
+def test_it_is_linear_in_each_group_of_operands(share, number):
+    assert_linear(LINEAR[share::3], number)
+
+
+@pytest.mark.xfail(reason="The table says so of every gather; one that fills with a number is not.", strict=True)
+def test_a_gather_that_fills_is_linear():
+    take = lambda x: x.at[jnp.asarray([0, 7])].get(mode="fill", fill_value=1.0)
+    for got, want in sides(equations.traced("gather", take, "3n")):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_false_group_is_found(monkeypatch):
+    """A division is linear in what is divided, not in the divisor."""
+    monkeypatch.setitem(registry._table, "div", Known(linear=((0, 1),)))
+    with pytest.raises(AssertionError):
+        assert_linear(["div"], 2)
