@@ -35,7 +35,7 @@ class Mixture:
         """A step, or a maker, whose rows are added or multiplied; in a body, perhaps."""
         if step in MAKERS:
             step = functools.partial(self.pick([added, scaled]), step)
-        if nests and step not in DIFFERING and self.random.random() < 0.35:
+        if nests and self.random.random() < 0.35:
             return self.pick(NESTS)(self.step(step, nests - 1))
         return step
 
@@ -320,9 +320,6 @@ STEPS = [
     *(own_row_multiplied, first_row_set, over_a_still_maximum, norm, reversed_rows, in_groups, merged),
     *(means_of_groups, all_pairs, attention_to_a_table, with_a_forward_rule, with_a_backward_rule),
 ]
-
-# In a jit or a checkpoint they raise: `test_rules.test_an_operation_with_more_operands_for_more_rows`.
-DIFFERING = [by_parity, by_size]
 
 # Bodies
 
