@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name
-from optax_accum._explain.explanation import PLAIN, Coupling, Explanation, Weight
+from optax_accum._explain.explanation import (
+    CANNOT_BE_READ,
+    EXACT,
+    NOT_EXACT,
+    PLAIN,
+    Coupling,
+    Explanation,
+    Weight,
+)
 from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows import locality
 from optax_accum._rows.denominators import Found
@@ -79,7 +87,7 @@ def explain(
     Returns:
       An `Explanation`. Print it, or read its fields: `couplings`, `loops`,
       `one_pass`, `kept_bytes`, `host_bytes`, `whole`, `weight`, `weights`,
-      `reduction`, `reasons`. It holds no arrays.
+      `reduction`, `verdict`, `reasons`. It holds no arrays.
 
     Raises:
       TypeError, ValueError: invalid arguments; a loss that is no real
@@ -135,7 +143,7 @@ def explain(
 def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
     levels, units = found.levels, found.units
     terms = terms_of(subject, found)
-    weights, reasons = _weights(subject, terms)
+    weights, reasons, verdict = _weights(subject, terms)
     return Explanation(
         rows=units.number * units.block,
         num_microbatches=units.parts if is_cut else None,
@@ -148,22 +156,28 @@ def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation
         weight=None if reasons else weight_fn(subject),
         weights=weights,
         reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
+        verdict=verdict,
         reasons=reasons,
     )
 
 
-def _weights(subject: Subject, terms: dict[str | None, Found] | None) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
-    """The weights of the terms of a loss, or the reasons why there are none."""
+def _weights(
+    subject: Subject, terms: dict[str | None, Found] | None
+) -> tuple[tuple[Weight, ...], tuple[str, ...], str]:
+    """The weights of the terms of a loss, or the reasons why there are none; and the verdict."""
     if terms is None:
-        return (), ("The loss returns a Ratio, which says itself how much it counts.",)
-    reasons = [str(reason) for term in terms.values() for reason in term.reasons]
+        return (), ("The loss returns a Ratio, which says itself how much it counts.",), EXACT
+    reasons = [reason for term in terms.values() for reason in term.reasons]
     if reasons:
-        return (), tuple(dict.fromkeys(reasons))
+        is_certain = any(reason.is_certain for reason in reasons)
+        return (), tuple(dict.fromkeys(map(str, reasons))), NOT_EXACT if is_certain else CANNOT_BE_READ
+    denominators = [one for term in terms.values() for one in term.denominators]
     weights = [weight_of(subject, name, one) for name, term in terms.items() for one in term.denominators]
     sums = [weight for weight in weights if weight.text == PLAIN]
     if sums and len(sums) < len(terms):
-        return (), (f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}",)
-    return tuple(weights), ()
+        reason = f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}"
+        return (), (reason,), NOT_EXACT
+    return tuple(weights), (), EXACT if len({one.by for one in denominators}) < 2 else NOT_EXACT
 
 
 class Site(NamedTuple):

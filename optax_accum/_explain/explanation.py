@@ -10,6 +10,7 @@ from optax_accum._rows.places import Place
 
 WIDTH = 80
 PLAIN = "1"  # what divides a plain sum
+EXACT, NOT_EXACT, CANNOT_BE_READ = "exact", "not exact", "cannot be read"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,9 @@ class Explanation:
       weights: what that is, for each term; none where the loss takes no
         rows.
       reduction: the `reduction` across calls: "sum" if nothing divides.
+      verdict: what micro-batches across calls give: `"exact"`, the gradient
+        of the whole batch; `"not exact"`, another one, whatever they weigh;
+        or `"cannot be read"`, where nothing shows that they add up.
       reasons: why there is no weight, with lines.
     """
 
@@ -100,6 +104,7 @@ class Explanation:
     weight: Callable[..., Any] | None
     weights: tuple[Weight, ...]
     reduction: str
+    verdict: str
     reasons: tuple[str, ...]
 
     @property
@@ -143,9 +148,10 @@ class Explanation:
 
     def _across(self) -> Iterator[str]:
         if self.weight is None:
-            yield "Across calls no weight gives the whole batch's gradient:"
+            yield _BEFORE[self.verdict]
             for reason in self.reasons:
                 yield from _filled(reason, "  ")
+            yield from _filled(_AFTER[self.verdict])
         elif not self.weights:
             yield from _filled("Across calls any weight is right: the loss takes no rows.")
         elif self.reduction == "sum":
@@ -159,6 +165,16 @@ class Explanation:
             yield from _filled("Within a call value_and_grad takes them all.")
         for guard in dict.fromkeys(weight.guard for weight in self.weights if weight.guard):
             yield from _filled(f"The line {guard} keeps the sum from zero; the weight may be 0.")
+
+
+_BEFORE = {
+    NOT_EXACT: "Across calls no weight gives the whole batch's gradient:",
+    CANNOT_BE_READ: "Across calls it cannot be read how much a micro-batch counts:",
+}
+_AFTER = {
+    NOT_EXACT: "Within a call value_and_grad is exact.",
+    CANNOT_BE_READ: "If micro-batches add up, pass weight= or weight_fn=. Within a call value_and_grad is exact.",
+}
 
 
 def _divides(weight: Weight) -> str:

@@ -243,9 +243,9 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
 
 def _warn(reasons: Iterable[str], remedy: str = "") -> None:
     messages.warn(
-        "Nothing shows how much a micro-batch of this loss counts, or that micro-batches add up, so it counts by its "
-        f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or, of value_and_apply_gradients, weight= in a "
-        f"call.{remedy}"
+        "It cannot be read how much a micro-batch of this loss counts, nor that micro-batches add up, so it counts by "
+        f"its rows:{_listed(reasons)}\nIf micro-batches add up, say how much each counts: weight_fn=, or, of "
+        f"value_and_apply_gradients, weight= in a call. Within a call value_and_grad is exact.{remedy}"
     )
 
 

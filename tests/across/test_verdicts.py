@@ -1,0 +1,466 @@
+"""What is said of losses across calls: exact, not exact, or cannot be read; `explain` and the step say the same."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import optax_accum
+from tests.tiers import sweep
+
+ROWS, TOKENS, WIDTH, EXPERTS, WORDS = 8, 6, 4, 3, 7
+D, E = WIDTH, EXPERTS
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+PARAMS = {
+    "w": normal(D, D) / 2,
+    "o": normal(D, WORDS) / 2,
+    "e": normal(E, D, D) / 2,
+    "v": normal(D),
+    "z": normal(40, D),
+    "s": normal(1, D),
+    "cls": normal(1, 1, D),
+}
+BATCH = {
+    "x": normal(ROWS, D),
+    "h": normal(ROWS, TOKENS, D),
+    "y": normal(ROWS),
+    "m": jnp.asarray([1, 0, 1, 1, 0, 1, 1, 1], jnp.float32),
+    "mt": jnp.asarray(RANDOM.random((ROWS, TOKENS)) < 0.7, jnp.float32),
+    "i": jnp.asarray(RANDOM.integers(0, WORDS, ROWS)),
+    "it": jnp.asarray(RANDOM.integers(0, WORDS, (ROWS, TOKENS))),
+    "g": jnp.asarray(RANDOM.integers(0, 3, ROWS)),
+    "wt": jnp.asarray(RANDOM.random(ROWS) + 0.1, jnp.float32),
+}
+EXACT, NOT_EXACT, CANNOT_BE_READ = {}, {}, {}
+
+
+def put(table):
+    def add(fun):
+        table[fun.__name__] = fun
+        return fun
+
+    return add
+
+
+exact, not_exact, cannot_be_read = put(EXACT), put(NOT_EXACT), put(CANNOT_BE_READ)
+
+
+net = lambda p, x: jnp.tanh(x @ p["w"])
+per = lambda p, b: (net(p, b["x"]) @ p["v"] - b["y"]) ** 2
+
+
+@exact
+def mean(p, b):
+    return per(p, b).mean()
+
+
+@exact
+def masked(p, b):
+    return (per(p, b) * b["m"]).sum() / b["m"].sum()
+
+
+@exact
+def dropless(p, b):
+    x = b["h"].reshape(-1, D)
+    e = jnp.argmax(x @ p["w"][:, :E], -1)
+    order = jnp.argsort(e)
+    y = lax.ragged_dot(x[order], p["e"], jnp.bincount(e, length=E))
+    y = y[jnp.argsort(order)]
+    return jnp.mean(jnp.tanh(y) ** 2)
+
+
+@exact
+def dropless_scatter(p, b):
+    x = b["h"].reshape(-1, D)
+    e = jnp.argmax(x @ p["w"][:, :E], -1)
+    order = jnp.argsort(e)
+    y = lax.ragged_dot(x[order], p["e"], jnp.sum(jax.nn.one_hot(e, E, dtype=jnp.int32), 0))
+    y = jnp.zeros_like(y).at[order].set(y)
+    return jnp.mean(jnp.tanh(y + x) ** 2)
+
+
+@exact
+def sorted_sum(p, b):
+    order = jnp.argsort(b["y"])
+    return jnp.mean(net(p, b["x"][order]) ** 2)
+
+
+@exact
+def head_in_chunks(p, b):
+    x = b["h"].reshape(-1, 2, D)
+
+    def f(c, x):
+        return c + jnp.sum(jax.nn.logsumexp(x @ p["o"], -1)), None
+
+    return lax.scan(f, 0.0, x)[0] / (b["h"].shape[0] * TOKENS)
+
+
+@exact
+def head_in_chunks_masked(p, b):
+    x = b["h"].reshape(-1, 3, D)
+    m = b["mt"].reshape(-1, 3)
+    t = b["it"].reshape(-1, 3)
+
+    @jax.checkpoint
+    def g(x, m, t):
+        each = x @ p["o"]
+        return jnp.sum(m * (jax.nn.logsumexp(each, -1) - jnp.take_along_axis(each, t[:, None], 1)[:, 0]))
+
+    def f(c, a):
+        return (c[0] + g(*a), c[1] + jnp.sum(a[1])), None
+
+    (s, c), _ = lax.scan(f, (0.0, 0.0), (x, m, t))
+    return s / c
+
+
+@exact
+def guidance(p, b):
+    x = jnp.concatenate([b["x"], jnp.zeros_like(b["x"])], 0)
+    y = net(p, x)
+    a, c = jnp.split(y, 2)
+    return jnp.mean((c + 2 * (a - c) - b["y"][:, None]) ** 2)
+
+
+@exact
+def tiled(p, b):
+    return jnp.mean((jnp.tile(p["s"], (b["x"].shape[0], 1)) + net(p, b["x"])) ** 2)
+
+
+@exact
+def broadcasted(p, b):
+    return jnp.mean(jnp.exp(jnp.broadcast_to(p["s"], (b["x"].shape[0], D))) * b["x"])
+
+
+@exact
+def class_token(p, b):
+    return jnp.mean(net(p, jnp.concatenate([jnp.tile(p["cls"], (b["h"].shape[0], 1, 1)), b["h"]], 1))[:, 0] ** 2)
+
+
+@exact
+def keras_mean(p, b):
+    v = per(p, b)
+    return jnp.sum(v) / jnp.prod(jnp.array(v.shape)).astype(v.dtype)
+
+
+@exact
+def cond_guard(p, b):
+    s, c = (per(p, b) * b["m"]).sum(), b["m"].sum()
+    return lax.cond(c > 0, lambda: s / c, lambda: 0.0)
+
+
+@exact
+def power_guard(p, b):
+    return (per(p, b) * b["m"]).sum() * jnp.maximum(b["m"].sum(), 1) ** -1.0
+
+
+@exact
+def nan_guard(p, b):
+    return jnp.nan_to_num((per(p, b) * b["m"]).sum() / b["m"].sum())
+
+
+@exact
+def top_guard(p, b):
+    return (per(p, b) * b["m"]).sum() / jnp.minimum(b["m"].sum(), 1e9)
+
+
+@exact
+def bf16(p, b):
+    return jnp.mean(per(p, b)).astype(jnp.bfloat16)
+
+
+@exact
+def bf16_back(p, b):
+    return jnp.mean(per(p, b).astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@exact
+def bf16_masked(p, b):
+    q = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
+    each = (net(q, b["x"].astype(jnp.bfloat16)) @ q["v"] - b["y"].astype(jnp.bfloat16)) ** 2
+    m = b["m"].astype(jnp.bfloat16)
+    return (jnp.sum(each * m) / jnp.sum(m)).astype(jnp.float32)
+
+
+@exact
+def f16(p, b):
+    return (jnp.mean(per(p, b)).astype(jnp.float16)).astype(jnp.float32)
+
+
+@exact
+def dropout(p, b):
+    k = jax.random.bernoulli(jax.random.key(0), 0.5, b["x"].shape)
+    return jnp.mean(jnp.where(k, net(p, b["x"]), 0) ** 2)
+
+
+@exact
+def packed_loss(p, b):
+    return jnp.sum(jax.nn.logsumexp(b["h"] @ p["o"], -1) * b["mt"]) / jnp.sum(b["mt"])
+
+
+@exact
+def table_weights(p, b):
+    t = jnp.arange(7.0) / 7 + 0.1
+    w = t[b["i"]]
+    return jnp.sum(w * per(p, b)) / jnp.sum(w)
+
+
+@exact
+def ids_mask(p, b):
+    m = b["it"] > 0
+    return jnp.sum(m * (b["h"] @ p["v"]) ** 2) / jnp.sum(m)
+
+
+@exact
+def weights_over_sum(p, b):
+    w = b["wt"] / b["wt"].max()
+    return jnp.sum(w * per(p, b)) / jnp.sum(w)
+
+
+def nrm(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@not_exact
+def infonce(p, b):
+    a, c = nrm(net(p, b["x"])), nrm(b["h"][:, 0])
+    s = a @ c.T / 0.1
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(s)))
+
+
+@not_exact
+def ntxent(p, b):
+    z = nrm(jnp.concatenate([net(p, b["x"]), net(p, b["h"][:, 0])]))
+    s = z @ z.T / 0.1
+    k = len(z)
+    s = jnp.where(jnp.eye(k, dtype=bool), -1e9, s)
+    pos = jnp.roll(jnp.arange(k), k // 2)
+    return -jnp.mean(jax.nn.log_softmax(s)[jnp.arange(k), pos])
+
+
+@not_exact
+def siglip(p, b):
+    a, c = nrm(net(p, b["x"])), nrm(b["h"][:, 0])
+    s = a @ c.T * 10
+    k = len(a)
+    each = 2 * jnp.eye(k) - 1
+    return -jnp.sum(jax.nn.log_sigmoid(each * s)) / k
+
+
+@not_exact
+def over_max(p, b):
+    w = b["wt"] / b["wt"].max()
+    return jnp.mean(w * per(p, b))
+
+
+@not_exact
+def cox(p, b):
+    s = net(p, b["x"]) @ p["v"]
+    o = jnp.argsort(-b["y"])
+    s = s[o]
+    return -jnp.mean(s - lax.cumlogsumexp(s))
+
+
+@not_exact
+def auc(p, b):
+    s = net(p, b["x"]) @ p["v"]
+    d = s[:, None] - s[None]
+    pos = b["m"]
+    q = pos[:, None] * (1 - pos)[None]
+    return jnp.sum(q * jax.nn.softplus(-d)) / jnp.sum(q)
+
+
+@not_exact
+def top_half(p, b):
+    each = jnp.sort(per(p, b))
+    return jnp.mean(each[len(each) // 2 :])
+
+
+@not_exact
+def median(p, b):
+    return jnp.median(per(p, b))
+
+
+@not_exact
+def quantile(p, b):
+    return jnp.quantile(per(p, b), 0.9)
+
+
+@not_exact
+def trimmed(p, b):
+    each = jnp.sort(per(p, b))
+    return jnp.mean(each[1:-1])
+
+
+@not_exact
+def mmd(p, b):
+    x, y = net(p, b["x"]), b["h"][:, 0]
+    k = lambda a, c: jnp.exp(-jnp.sum((a[:, None] - c[None]) ** 2, -1))
+    return k(x, x).mean() + k(y, y).mean() - 2 * k(x, y).mean()
+
+
+@not_exact
+def mixup_flip(p, b):
+    x = 0.7 * b["x"] + 0.3 * b["x"][::-1]
+    return jnp.mean((net(p, x) @ p["v"] - b["y"]) ** 2)
+
+
+@not_exact
+def mixup_roll(p, b):
+    x = 0.7 * b["x"] + 0.3 * jnp.roll(b["x"], 1, 0)
+    return jnp.mean((net(p, x) @ p["v"] - b["y"]) ** 2)
+
+
+@not_exact
+def prior_preservation(p, b):
+    each = per(p, b)
+    k = len(each) // 2
+    return each[:k].mean() + 0.5 * each[k:].mean()
+
+
+@not_exact
+def expert_capacity(p, b):
+    x = b["x"]
+    g = jax.nn.one_hot(jnp.argmax(x @ p["w"][:, :E], -1), E)
+    pos = jnp.cumsum(g, 0) * g
+    keep = (pos <= 2) * g
+    return jnp.mean((keep.sum(-1, keepdims=True) * net(p, x)) ** 2)
+
+
+@not_exact
+def expert_choice(p, b):
+    x = b["x"]
+    s = jax.nn.softmax(x @ p["w"][:, :E], -1)
+    g, i = lax.top_k(s.T, 2)
+    return jnp.mean((g[..., None] * net(p, x[i])) ** 2)
+
+
+@not_exact
+def batchnorm(p, b):
+    h = net(p, b["x"])
+    h = (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
+    return jnp.mean(h**3)
+
+
+@not_exact
+def neighbours(p, b):
+    h = net(p, b["x"])
+    return jnp.mean((h[1:] - h[:-1]) ** 2)
+
+
+@not_exact
+def hardest(p, b):
+    z = nrm(net(p, b["x"]))
+    d = ((z[:, None] - z[None]) ** 2).sum(-1)
+    return jnp.mean(d.max(1))
+
+
+@cannot_be_read
+def hardest_triplet(p, b):
+    z = nrm(net(p, b["x"]))
+    d = ((z[:, None] - z[None]) ** 2).sum(-1)
+    same = b["g"][:, None] == b["g"][None]
+    return jnp.mean(jnp.max(jnp.where(same, d, 0), 1) - jnp.min(jnp.where(same, 9, d), 1) + 1)
+
+
+@cannot_be_read
+def diagonal(p, b):
+    return -jnp.mean(jnp.diag(net(p, b["x"]) @ b["h"][:, 0].T))
+
+
+@cannot_be_read
+def log_of_mean(p, b):
+    return jnp.log(per(p, b).mean())
+
+
+@cannot_be_read
+def logsumexp_rows(p, b):
+    return jax.nn.logsumexp(net(p, b["x"]) @ p["v"])
+
+
+@cannot_be_read
+def abs_of_mean(p, b):
+    return jnp.abs(per(p, b).mean())
+
+
+@cannot_be_read
+def packed_attention(p, b):
+    s = b["x"] @ p["w"] @ b["x"].T
+    same = b["g"][:, None] == b["g"][None]
+    return jnp.mean((jax.nn.softmax(jnp.where(same, s, -1e9)) @ b["x"]) ** 2)
+
+
+@cannot_be_read
+def table_rows(p, b):
+    return jnp.mean((b["x"] + p["z"][: len(b["x"])]) ** 2)
+
+
+# What is said of them
+
+ROUNDED = {"bf16": 1e-2, "bf16_back": 1e-2, "bf16_masked": 2e-2, "f16": 1e-2}
+
+
+def trained(loss, *sizes):
+    """The parameters after a window of micro-batches of these sizes."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes))
+    step, params, state, start = optax_accum.value_and_apply_gradients(loss, tx), PARAMS, tx.init(PARAMS), 0
+    for size in sizes:
+        rows = slice(start, start + size)
+        _, params, state = step(params, state, jax.tree.map(lambda leaf, rows=rows: leaf[rows], BATCH))
+        start += size
+    return params
+
+
+KINDS = {
+    "exact": [
+        "dropless",
+        "head_in_chunks_masked",
+        "guidance",
+        "class_token",
+        "keras_mean",
+        "cond_guard",
+        "bf16_masked",
+    ],
+    "not exact": ["infonce", "ntxent", "cox", "top_half", "mixup_flip", "over_max", "expert_capacity", "batchnorm"],
+    "cannot be read": ["hardest_triplet", "log_of_mean", "table_rows"],
+}
+CASES = [("exact", *EXACT), ("not exact", *NOT_EXACT), ("cannot be read", *CANNOT_BE_READ)]
+LOSSES = EXACT | NOT_EXACT | CANNOT_BE_READ
+PAIRS = [(verdict, name) for verdict, *names in CASES for name in names]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "name"), sweep(PAIRS, but=[pair for pair in PAIRS if pair[1] in KINDS[pair[0]]]), ids=lambda each: each
+)
+def test_explain_and_the_step_say_the_same(verdict, name):
+    loss = LOSSES[name]
+    assert optax_accum.explain(loss, PARAMS, BATCH).verdict == verdict
+    if verdict == "not exact":
+        with pytest.raises(ValueError, match=r"(?s)No weight makes.*test_verdicts.py:\d+"):
+            trained(loss, 3, 5)
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = trained(loss, 3, 5)
+    assert {str(warning.message)[:17] for warning in caught} == (set() if verdict == "exact" else {"It cannot be read"})
+    if verdict == "exact" and name != "dropout":  # which draws other numbers in each call
+        gradient = jax.grad(lambda p: loss(p, BATCH).astype(jnp.float32))(PARAMS)
+        want = jax.tree.map(jnp.subtract, PARAMS, gradient)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
+
+
+def test_a_text_says_the_verdict():
+    said = {name: str(optax_accum.explain(LOSSES[name], PARAMS, BATCH)) for name in ("mean", "infonce", "log_of_mean")}
+    assert "Across calls the weight of a micro-batch is its number of rows." in said["mean"]
+    assert "Across calls no weight gives the whole batch's gradient:" in said["infonce"]
+    assert "Across calls it cannot be read how much a micro-batch counts:" in said["log_of_mean"]
