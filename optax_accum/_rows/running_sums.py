@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import is_checkpoint, operands
 from optax_accum._rows import locality
 
@@ -46,6 +47,8 @@ def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[A
     starts, rows = shapes[consts : consts + carried], shapes[consts + carried :]
     if max(map(math.prod, starts)) > max(math.prod(shape[1:]) for shape in rows):
         return None  # what is added would be kept for each row
+    if any(is_narrow(value.aval.dtype) for value in equation.ins[consts : consts + carried]):
+        return None  # a running sum in bfloat16 is rounded at each step
     fun = functools.partial(_run, single, consts, carried)
     try:
         jax.eval_shape(fun, *(jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype) for value in equation.ins))

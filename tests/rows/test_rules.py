@@ -921,3 +921,26 @@ def test_what_has_no_rows_counts_once_across_calls():
     text = lambda loss: str(optax_accum.explain(loss, *values())).split("Across calls")[1]
     assert "no weight" in text(summed)
     assert "is its number of rows" in text(averaged)
+
+
+def chunked(p, b, carry=jnp.float32, **options):
+    """A loss in chunks of two rows, which a loop adds up: of the loss, and of the tokens that count."""
+    add = jax.checkpoint(lambda total, x, m: total + jnp.sum(m[:, None] * jnp.tanh(x @ p["w"])).astype(carry))
+    step = lambda c, xs: ((add(c[0], *xs), c[1] + jnp.sum(xs[1])), jnp.sum(xs[0]))
+    chunks = b["x"].reshape(-1, 2, 4), b["mask"].reshape(-1, 2)
+    (total, count), ys = jax.lax.scan(step, (jnp.asarray(0.5, carry), 0.0), chunks, **options)
+    return total.astype(jnp.float32) / count + jnp.mean(ys**2)
+
+
+@pytest.mark.parametrize("options", [{}, *sweep([{"reverse": True}, {"unroll": 2}])], ids=str)
+def test_a_loop_that_adds_rows_up_is_a_map_and_a_sum(options):
+    loss = functools.partial(chunked, **options)
+    assert_whole(loss, *values(), tolerance=1e-5)
+    assert whole(loss, *values()) == []
+
+
+def test_a_running_sum_in_bfloat16_stays_one():
+    """It is rounded at each step, as in the whole batch."""
+    loss = functools.partial(chunked, carry=jnp.bfloat16)
+    assert whole(loss, *values()) == ["scan"]
+    assert_whole(loss, *values(), tolerance=1e-2)
