@@ -122,7 +122,7 @@ def explain(
         clip): none, for a micro-batch's cotangents are larger.
       * A `Ratio`: none; it says itself what it counts.
     """
-    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums)
+    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums, of_whole_batch=True)
     checks.check_flag("has_aux", has_aux, may_be_none=False)
     checks.check_no_module((*args, *kwargs.values()))
     is_cut = (num_microbatches, microbatch_size) != (None, None)

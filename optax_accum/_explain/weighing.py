@@ -57,7 +57,7 @@ class Subject:
             args = [argument for name, argument in arguments.items() if isinstance(name, int)]
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
             if not integers:
-                checks.check_differentiable(call[call.params])
+                checks.check_differentiable(call[call.params], of_whole_batch=self.roles.of_whole_batch)
             answers.append(question(trace_call(self.fun, call, self.sizes, call.params, crossing=self.crossing)))
 
         jax.eval_shape(read, leaves)

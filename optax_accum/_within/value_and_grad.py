@@ -203,6 +203,7 @@ def value_and_grad(
         devices=devices,
         statistics=statistics,
         crossing=crossing,
+        of_whole_batch=True,
     )
 
     @functools.wraps(rules.fun)
@@ -211,7 +212,7 @@ def value_and_grad(
         try:
             return _differentiated(rules, call)
         except UnreadableError:
-            return added_up(rules, call)
+            return _one_by_one(rules, call)
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute
@@ -227,9 +228,21 @@ def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]]:
     return run
 
 
+def _one_by_one(rules: CallRules, call: Call) -> tuple[Any, Any]:
+    try:
+        return added_up(rules, call)
+    except (TypeError, ValueError) as error:
+        if any(name in str(error) for name in _GONE):
+            error.add_note(
+                "The loss communicates, so its micro-batches count each by itself, and value_and_grad has no option "
+                "for that: take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))."
+            )
+        raise
+
+
 def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
-    checks.check_differentiable(call[call.params])
+    checks.check_differentiable(call[call.params], of_whole_batch=True)
     again = tracing.is_again(list(call.arguments.values()))
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
     space = rules.space(call[call.params])
