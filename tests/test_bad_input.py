@@ -226,8 +226,15 @@ def test_a_misspelt_weight_does_not_get_lost(name, meant):
 
 
 def test_a_mean_argument_that_is_no_scalar():
-    with pytest.raises(ValueError, match=r"value must be a scalar: value=float32\[2\].*loss.mean.*mean_args"):
+    with pytest.raises(
+        ValueError, match=r"value must be a scalar: value=float32\[2\].*loss.mean.*mean_args={'value': jnp"
+    ):
         update(build(), value=jnp.ones(2))
+    with pytest.raises(TypeError, match=r"value must be a real number.*mean_args={'value': jnp.zeros\(shape\)}"):
+        update(build(), value={"loss": jnp.ones(2)})
+    for example in (jnp.zeros(2), {"loss": jnp.zeros(2)}):  # the remedy
+        tx = build(mean_args={"value": example})
+        assert update(tx, value=jax.tree.map(jnp.ones_like, example))[1].mini_step == 1
 
 
 @pytest.mark.parametrize("flush", [1, 1.0, "yes", jnp.ones(2, bool), jnp.int32(1)], ids=repr)
