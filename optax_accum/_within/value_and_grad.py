@@ -154,6 +154,9 @@ def value_and_grad(
         have nothing in common, or the loss has mutable arrays of its own
         (`jax.new_ref`), all of it does: exact, with a warning that names the
         line, and no memory is saved; with `devices` or `statistics` an error.
+      * Groups of rows (`x.reshape(-1, 4)`): micro-batches are of whole
+        groups, and so must be the rows of each device: else an error names
+        the line. With `h[: n // 2]` devices need not divide the half.
       * A batch that is split already, [k, m, ...]: `fun` takes it as k rows
         (`jax.vmap` over them, and a mean).
       * `Devices(to="partial")`: each device has a batch of its own.
