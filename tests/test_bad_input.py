@@ -640,6 +640,22 @@ def test_a_module_of_nnx_is_no_tree_of_parameters():
         optax_accum.apply_gradients(tx, PARAMS, nnx.Optimizer(model, tx, wrt=nnx.Param), model)
 
 
+def test_explain_says_what_to_pass_in_place_of_a_module():
+    model, x = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.ones((8, 3))
+    fun = lambda model, x: jnp.mean(model(x) ** 2)
+    message = (
+        r"module of NNX.*graph, params, rest = nnx.split\(model, nnx.Param, ...\), and explain\(lambda params, batch, r"
+    )
+    with pytest.raises(TypeError, match=message):
+        optax_accum.explain(fun, model, x)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # the remedy
+    found = optax_accum.explain(
+        lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, x, rest, num_microbatches=2
+    )
+    assert found.couplings
+    assert "each row takes a mean over rows" in found.reasons[0]
+
+
 def test_weight_of_takes_what_fun_returned():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
     with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
