@@ -640,6 +640,14 @@ def test_a_module_of_nnx_is_no_tree_of_parameters():
         optax_accum.apply_gradients(tx, PARAMS, nnx.Optimizer(model, tx, wrt=nnx.Param), model)
 
 
+def test_value_and_grad_of_a_module_names_only_options_that_it_has():
+    model, fun = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    with pytest.raises(TypeError, match="A key in a batch argument.*as an argument of its own[.]"):
+        optax_accum.flax.nnx.value_and_grad(fun, 2)(model, {"x": X, "key": KEY})
+    with pytest.raises(ValueError, match=r"make the batch an argument, fun\(model, batch\)"):
+        optax_accum.flax.nnx.value_and_grad(lambda model: fun(model, {"x": X}), 2)
+
+
 def test_explain_says_what_to_pass_in_place_of_a_module():
     model, x = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.ones((8, 3))
     fun = lambda model, x: jnp.mean(model(x) ** 2)

@@ -94,7 +94,8 @@ def accumulate_gradients(
         clean (a mean whose weights add to infinity makes no update).
         `"skip"`: it is left out, and the window waits for
         another. `"omit"`: it is left out, and the window ends on time with
-        the rest; with none, it makes no update. `"discard"`: its window makes no update. Or a callable
+        the rest; with none, it makes no update. `"discard"`: its window
+        makes no update. Or a callable
         `(grads, gradient_step, params) -> (skip, info)`, as
         `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
         callable with a parameter `info` is given what it returned last, and
