@@ -15,6 +15,7 @@ from flax import nnx
 import optax_accum
 import optax_accum.flax
 from optax_accum import batching, checkpoint, sharding
+from tests.versions import needs_devices
 
 pytestmark = pytest.mark.quick
 
@@ -225,8 +226,15 @@ def test_a_misspelt_weight_does_not_get_lost(name, meant):
 
 
 def test_a_mean_argument_that_is_no_scalar():
-    with pytest.raises(ValueError, match=r"value must be a scalar: value=float32\[2\].*loss.mean.*mean_args"):
+    with pytest.raises(
+        ValueError, match=r"value must be a scalar: value=float32\[2\].*loss.mean.*mean_args={'value': jnp"
+    ):
         update(build(), value=jnp.ones(2))
+    with pytest.raises(TypeError, match=r"value must be a real number.*mean_args={'value': jnp.zeros\(shape\)}"):
+        update(build(), value={"loss": jnp.ones(2)})
+    for example in (jnp.zeros(2), {"loss": jnp.zeros(2)}):  # the remedy
+        tx = build(mean_args={"value": example})
+        assert update(tx, value=jax.tree.map(jnp.ones_like, example))[1].mini_step == 1
 
 
 @pytest.mark.parametrize("flush", [1, 1.0, "yes", jnp.ones(2, bool), jnp.int32(1)], ids=repr)
@@ -632,6 +640,30 @@ def test_a_module_of_nnx_is_no_tree_of_parameters():
         optax_accum.apply_gradients(tx, PARAMS, nnx.Optimizer(model, tx, wrt=nnx.Param), model)
 
 
+def test_value_and_grad_of_a_module_names_only_options_that_it_has():
+    model, fun = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    with pytest.raises(TypeError, match="A key in a batch argument.*as an argument of its own[.]"):
+        optax_accum.flax.nnx.value_and_grad(fun, 2)(model, {"x": X, "key": KEY})
+    with pytest.raises(ValueError, match=r"make the batch an argument, fun\(model, batch\)"):
+        optax_accum.flax.nnx.value_and_grad(lambda model: fun(model, {"x": X}), 2)
+
+
+def test_explain_says_what_to_pass_in_place_of_a_module():
+    model, x = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.ones((8, 3))
+    fun = lambda model, x: jnp.mean(model(x) ** 2)
+    message = (
+        r"module of NNX.*graph, params, rest = nnx.split\(model, nnx.Param, ...\), and explain\(lambda params, batch, r"
+    )
+    with pytest.raises(TypeError, match=message):
+        optax_accum.explain(fun, model, x)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # the remedy
+    found = optax_accum.explain(
+        lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, x, rest, num_microbatches=2
+    )
+    assert found.couplings
+    assert "each row takes a mean over rows" in found.reasons[0]
+
+
 def test_weight_of_takes_what_fun_returned():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
     with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
@@ -821,9 +853,84 @@ def test_a_key_in_the_place_of_the_batch(way):
         "microbatched_apply": lambda: optax_accum.microbatched_apply(fun, 1)(W, key, x),
         "value_and_apply_gradients": lambda: optax_accum.value_and_apply_gradients(fun, tx)(W, tx.init(W), key, x),
     }[way]
-    with pytest.raises(ValueError, match="argument 1 is one, of the old style.*batch_argnums=2, rng_argnum=1"):
+    remedy = "Pass batch_argnums=2." if way == "value_and_grad" else "batch_argnums=2, rng_argnum=1"
+    with pytest.raises(ValueError, match=f"argument 1 is one, of the old style.*{remedy}"):
         run()
     optax_accum.accumulate(jax.grad(fun), 2, batch_argnums=2, rng_argnum=1)(W, key, x)
+
+
+def _mapped_loss(w, key, x):
+    return jax.lax.pmean(jnp.mean((x @ w) ** 2) * jax.random.uniform(key), "data")
+
+
+def _split(fun, *args, **options):
+    return optax_accum.value_and_grad(fun, 2, **options)(*args)
+
+
+def _over_devices(fun, *args, **options):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        return jax.jit(optax_accum.value_and_grad(fun, 1, devices="data", **options))(*args)
+
+
+def _on_its_axes(fun, *args, **options):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"))
+    run = lambda *args: optax_accum.value_and_grad(fun, 2, **options)(*args)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(*args)
+
+
+GONE = r"\b(whole_argnums|group_size|weight_fn|weight_of|rng_argnum|carry_argnum|aux_reduction|stacked|unroll)\b"
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _split(loss, jnp.ones(3, int), X), "Only floating-point arguments .*Pass it as another argument[.]"),
+        (lambda: _split(loss, W, {"x": X, "key": KEY}), "A key in a batch argument.*as an argument of its own[.]"),
+        (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not cut"),
+        (lambda: _split(lambda w, x, y: loss(w, x + y), W, X, jnp.ones((8, 1))), "batch_argnums[.]"),
+        (lambda: _split(lambda w, x: x @ w, W, X), "fun must return a real scalar"),
+        (lambda: _split(lambda w, x: optax_accum.Ratio(loss(w, x), W), W, X), "the count of a Ratio must be"),
+        (lambda: _split(loss, W, {"x": X, "y": jnp.ones(7)}), "All leaves of a batch"),
+        (lambda: _split(loss, W, jnp.ones(())), "A batch must have a leaf with rows"),
+        (lambda: _split(loss, W, X, argnums=2), "argnums must name a parameter of fun: .*Pass its position"),
+        (lambda: _split(loss, W, X, has_aux=True), "fun must return a pair"),
+        pytest.param(
+            lambda: _over_devices(loss, W, X[:7]),
+            r"must divide over the devices.*Pad .* to 8 rows, with a mask.*sum\(mask \* errors\) / jnp.sum\(mask\)",
+            marks=needs_devices,
+        ),
+    ],
+)
+def test_value_and_grad_names_only_options_that_it_has(call, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call()
+    assert not re.search(GONE, str(caught.value))
+
+
+@needs_devices
+def test_options_of_accumulate_are_named_with_it():
+    """A loss that communicates runs as `accumulate` does, which needs its key named."""
+    with pytest.raises(ValueError, match="A random key must be named") as caught:
+        _on_its_axes(_mapped_loss, W, KEY, X, batch_argnums=2)
+    assert "take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))" in caught.value.__notes__[0]
+
+
+@needs_devices
+def test_the_remedy_for_rows_that_devices_do_not_divide():
+    rows, mask = jnp.pad(X[:7], ((0, 1), (0, 0))), jnp.arange(8) < 7
+    masked = lambda w, batch: jnp.sum(batch[1] * (batch[0] @ w) ** 2) / jnp.sum(batch[1])
+    value, _ = _over_devices(masked, W, (rows, mask))
+    np.testing.assert_allclose(value, loss(W, X[:7]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("closes", [lambda w: loss(w, X), jax.jit(lambda params: loss(params, X))], ids=["w", "jit"])
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+def test_a_loss_that_closes_over_its_batch(way, closes):
+    with pytest.raises(ValueError, match=r"make the batch an argument, fun\((w|params), batch\)\."):
+        CUTS[way](closes)
 
 
 def test_rows_of_a_packing_that_are_not_those_of_its_lengths():

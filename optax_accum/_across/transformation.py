@@ -91,9 +91,11 @@ def accumulate_gradients(
       nonfinite: what to do with a micro-batch whose gradient or weight
         holds a NaN or an infinity. `"propagate"`: the window's update has
         the NaN, and so do the parameters; the next window's accumulator is
-        clean. `"skip"`: it is left out, and the window waits for
+        clean (a mean whose weights add to infinity makes no update).
+        `"skip"`: it is left out, and the window waits for
         another. `"omit"`: it is left out, and the window ends on time with
-        the rest. `"discard"`: its window makes no update. Or a callable
+        the rest; with none, it makes no update. `"discard"`: its window
+        makes no update. Or a callable
         `(grads, gradient_step, params) -> (skip, info)`, as
         `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
         callable with a parameter `info` is given what it returned last, and
@@ -153,15 +155,16 @@ def accumulate_gradients(
         Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.
+      * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
+        dtype), or to infinity: the same. To NaN: the update is NaN.
       * `flush` with weight 0 on an empty window: nothing; `discarded` and
         `batches` stay.
-      * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
-        dtype): the same.
       * `"skip"` or a callable leaves a micro-batch out: zero updates,
         window and counters as they were, `skipped + 1`.
       * `"omit"` leaves a micro-batch out: weight 0, `skipped + 1`.
       * `flush` on a micro-batch that is left out: closes the window with
-        the rest.
+        the rest. In an empty window there is no rest: no update. `"omit"`
+        counts the window, `discarded + 1`; for `"skip"` it stays empty.
       * A NaN in a mean argument: shows in its mean. Policies look at
         gradients and weights.
 

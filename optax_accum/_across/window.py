@@ -133,7 +133,10 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
         return sums.add(old, jax.tree.map(jnp.zeros_like, old.total), jnp.zeros_like(old.weight), first)
     value, rows = extra_args[name], jnp.shape(weight)
     if is_array(old.total) and old.total.ndim == old.weight.ndim:
-        remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
+        remedy = (
+            "Pass its mean, such as loss.mean(). For an array or a tree, give an example of it in a dict: mean_args="
+            f"{{{name!r}: jnp.zeros(shape)}}, say. Or leave it out of mean_args."
+        )
         value = checks.as_scalar(name, value, remedy, *rows)
     else:
         matching.check_mean_arg(name, value, old.total, old.weight.ndim)

@@ -126,14 +126,15 @@ def check_no_module(args: Iterable[Any], remedy: str = _OF_MODULES) -> None:
             )
 
 
-def check_differentiable(params: Any) -> None:
-    """Raises unless every leaf has a floating-point dtype."""
+def check_differentiable(params: Any, *, of_whole_batch: bool = False) -> None:
+    """Raises unless every leaf has a floating-point dtype; `of_whole_batch`: no other argument is named."""
+    named = "" if of_whole_batch else ", named by whole_argnums if it has as many rows as the batch"
     check_arrays("What argnums names", params, NOT_ARRAYS)
     for path, leaf in by_path(params):
         if not is_inexact(leaf):
             raise TypeError(
                 f"Only floating-point arguments can be differentiated: argnums holds {jnp.result_type(leaf)} at "
-                f"{path}. Pass it as another argument, named by whole_argnums if it has as many rows as the batch."
+                f"{path}. Pass it as another argument{named}."
             )
 
 

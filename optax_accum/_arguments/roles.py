@@ -30,12 +30,15 @@ class Roles:
         whole_argnums: Any = (),
         needs_batch: bool = True,
         needs_params: bool = True,
+        of_whole_batch: bool = False,
     ):
         """Takes the roles as users name them; raises if an argument has two.
 
         With `needs_params=False`, arguments of `argnums` may be missing, or have another role that takes precedence.
+        With `of_whole_batch`, keys and arguments that stay whole are not named, and errors name no option for them.
         """
         self.signature, self._needs_params = signature.signature_of(fun), needs_params
+        self.of_whole_batch = of_whole_batch
         self.named: Names = {
             "argnums": () if argnums is None else _as_names("argnums", argnums, empty=False),
             "batch_argnums": _as_names("batch_argnums", batch_argnums, empty=not needs_batch),
@@ -46,8 +49,8 @@ class Roles:
         for role, name in self._pairs():
             if not self.signature.takes(name):
                 raise ValueError(
-                    f"{role} must name a parameter of fun: {role}={name!r}, and fun takes {self.signature}. Pass its "
-                    "position, counted from 0, or its name."
+                    f"{role} must name a parameter of fun: {role}={name!r}, and fun takes {self.signature}. "
+                    f"{self._remedy(role)}"
                 )
         if not needs_params:
             others = {self.signature.parameter(name) for role, name in self._pairs() if role != "argnums"}
@@ -67,11 +70,12 @@ class Roles:
             whole=names["whole_argnums"],
         )
         for name in call.batch:
-            _check_batch(name, call.arguments[name])
+            _check_batch(name, call.arguments[name], "" if self.of_whole_batch else " and name it with rng_argnum")
             if call.rng is None and is_key(call.arguments[name]) and call.unnamed:
+                both = f"Name both: batch_argnums={call.unnamed[0]!r}, rng_argnum={name!r}."
                 raise ValueError(
                     f"The batch must not be a random key: argument {name!r} is one, of the old style, and is named by "
-                    f"batch_argnums. Name both: batch_argnums={call.unnamed[0]!r}, rng_argnum={name!r}."
+                    f"batch_argnums. {f'Pass batch_argnums={call.unnamed[0]!r}.' if self.of_whole_batch else both}"
                 )
         if call.rng is not None:
             _check_rng(call.arguments[call.rng])
@@ -92,6 +96,17 @@ class Roles:
             passed.append((role, name, key))
         _check_apart(passed)
         return {wanted: tuple(key for role, _, key in passed if role == wanted) for wanted in self.named}
+
+    def _remedy(self, role: str) -> str:
+        """What to do about a role that names no parameter."""
+        known = self.signature
+        if role == "batch_argnums" and len(known.positions) == 1 and not known.keywords[1:]:
+            alone = "" if self._needs_params else "If fun takes the batch alone, pass batch_argnums=0. "
+            return (
+                f"{alone}A batch that fun closes over is not split: make the batch an argument, "
+                f"fun({known.positions[0]}, batch)."
+            )
+        return "Pass its position, counted from 0, or its name."
 
     def _pairs(self) -> list[tuple[str, Name]]:
         return [(role, name) for role, names in self.named.items() for name in names]
@@ -200,13 +215,13 @@ def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
         taken[argument] = f"{role}={name!r}"
 
 
-def _check_batch(name: Name, batch: Tree) -> None:
+def _check_batch(name: Name, batch: Tree, and_name_it: str) -> None:
     check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array of numbers.")
     for path, leaf in by_path(batch, ""):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(
                 f"A key in a batch argument would be the same for every micro-batch: argument {name!r}{path}. Pass it "
-                "as an argument of its own and name it with rng_argnum."
+                f"as an argument of its own{and_name_it}."
             )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):

@@ -1,5 +1,6 @@
 """`explain`: reads a traced loss, before anything runs."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,11 @@ from optax_accum._within import splitting
 from optax_accum._within.one_pass import is_one_pass
 from optax_accum._within.rules import as_crossing
 from optax_accum._within.traced_call import TracedCall
+
+_OF_MODULES = (
+    "Explain a function of its arrays: graph, params, rest = nnx.split(model, nnx.Param, ...), and explain("
+    "lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, batch, rest)."
+)
 
 
 def explain(
@@ -93,7 +99,8 @@ def explain(
       TypeError, ValueError: invalid arguments; a loss that is no real
         scalar, or that cannot be divided: `fun` is traced for n rows and for
         2n, to see which axes hold rows, and the two have nothing in common,
-        or it has mutable arrays of its own.
+        or it has mutable arrays of its own; a module of NNX, with what to
+        pass in its place.
 
     Guarantees:
       `weight(batch)` is the denominator for the rows of `batch`, of any
@@ -130,9 +137,9 @@ def explain(
         clip): none, for a micro-batch's cotangents are larger.
       * A `Ratio`: none; it says itself what it counts.
     """
-    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums)
+    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums, of_whole_batch=True)
     checks.check_flag("has_aux", has_aux, may_be_none=False)
-    checks.check_no_module((*args, *kwargs.values()))
+    checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
     is_cut = (num_microbatches, microbatch_size) != (None, None)
     sizes = splitting.as_sizes(num_microbatches if is_cut else 1, microbatch_size, 1)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
@@ -143,12 +150,12 @@ def explain(
 def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
     levels, units = found.levels, found.units
     terms = terms_of(subject, found)
-    weights, reasons, verdict = _weights(subject, terms)
+    weights, reasons, verdict = _weights(subject, found, terms)
     return Explanation(
         rows=units.number * units.block,
         num_microbatches=units.parts if is_cut else None,
         group=units.block,
-        couplings=tuple(couplings_of(levels)),
+        couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
         loops=loops_of(levels),
         one_pass=is_one_pass(found),
         kept_bytes=bytes_kept(levels),
@@ -162,7 +169,7 @@ def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation
 
 
 def _weights(
-    subject: Subject, terms: dict[str | None, Found] | None
+    subject: Subject, traced: TracedCall, terms: dict[str | None, Found] | None
 ) -> tuple[tuple[Weight, ...], tuple[str, ...], str]:
     """The weights of the terms of a loss, or the reasons why there are none; and the verdict."""
     if terms is None:
@@ -171,8 +178,8 @@ def _weights(
     if reasons:
         is_certain = any(reason.is_certain for reason in reasons)
         return (), tuple(dict.fromkeys(map(str, reasons))), NOT_EXACT if is_certain else CANNOT_BE_READ
-    denominators = [one for term in terms.values() for one in term.denominators]
-    weights = [weight_of(subject, name, one) for name, term in terms.items() for one in term.denominators]
+    denominators, program = [one for term in terms.values() for one in term.denominators], traced.levels.program
+    weights = [weight_of(subject, program, name, one) for name, term in terms.items() for one in term.denominators]
     sums = [weight for weight in weights if weight.text == PLAIN]
     if sums and len(sums) < len(terms):
         reason = f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}"
@@ -243,6 +250,23 @@ def couplings_of(levels: Levels) -> list[Coupling]:
     for site in sites_of(levels):
         by_line.setdefault((site.equation.place, site.times), []).append(site)
     return [_coupling(sites) for sites in by_line.values()]
+
+
+def couplings_of_batch(levels: Levels, places: set[Any]) -> list[Coupling]:
+    """The lines at which the batch alone takes rows together, among these `places`; but for those of the model."""
+    places = places - {site.equation.place for site in sites_of(levels)}
+    by_line: dict[Any, list[Site]] = {}
+    for equation, kind in levels.kinds.items():
+        if kind in (Kind.PARTIAL, Kind.WHOLE) and levels.model.isdisjoint(equation.ins) and equation.place in places:
+            by_line.setdefault(equation.place, []).append(Site(equation, kind, 1, frozenset()))
+    return [dataclasses.replace(_coupling(sites), in_parts=False, of_batch=True) for sites in by_line.values()]
+
+
+def _named(terms: dict[str | None, Found] | None) -> set[Any]:
+    """The lines that the text names: of the sums that divide the loss, and of the reasons against a weight."""
+    found = (terms or {}).values()
+    sums = {one.makes.place for term in found for one in term.denominators if one.makes}
+    return sums | {reason.place for term in found for reason in term.reasons}
 
 
 def _coupling(sites: list[Site]) -> Coupling:

@@ -29,6 +29,9 @@ class Coupling:
       times: how often it runs: more than once in a loop over layers.
       unknown: those of the primitives, here or in functions called here,
         of which it is not known whether they treat rows one by one.
+      of_batch: whether the batch alone decides its results: it runs once,
+        before the loops, as the sum of a mask does. Such a line is among
+        the couplings where the weight, or a reason against one, names it.
     """
 
     place: Place
@@ -39,6 +42,7 @@ class Coupling:
     kept_bytes: int
     times: int = 1
     unknown: tuple[str, ...] = ()
+    of_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Weight:
       of: the arrays of the batch that it is computed from.
       guard: the line that keeps it from zero, if there is one.
       sums: the lines of the sums over rows that it divides.
+      summed: what is added up, as an expression; "" where that is too long.
     """
 
     text: str
@@ -60,9 +65,11 @@ class Weight:
     of: tuple[str, ...] = ()
     guard: Place | None = None
     sums: tuple[Place, ...] = ()
+    summed: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text}, of {' and '.join(self.of)}" if self.of else self.text
+        of = self.summed or " and ".join(self.of)
+        return f"{self.text}, of {of}" if of else self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +116,8 @@ class Explanation:
 
     @property
     def whole(self) -> tuple[Coupling, ...]:
-        """The lines that run once, on all rows."""
-        return tuple(coupling for coupling in self.couplings if not coupling.in_parts)
+        """The lines that run once, on all rows, between the loops."""
+        return tuple(coupling for coupling in self.couplings if not (coupling.in_parts or coupling.of_batch))
 
     def __str__(self) -> str:
         return "\n".join([*self._within(), "", *self._across()])
@@ -193,7 +200,7 @@ def _table(couplings: tuple[Coupling, ...]) -> Iterator[str]:
 def _row(coupling: Coupling) -> tuple[str, ...]:
     dims = " x ".join(map(str, coupling.shape))
     times = f", {coupling.times} times" if coupling.times > 1 else ""
-    how = "in parts" if coupling.in_parts else "on all rows"
+    how = "once, before" if coupling.of_batch else "in parts" if coupling.in_parts else "on all rows"
     kept = _bytes(coupling.kept_bytes) if coupling.kept_bytes else "-"
     operations = textwrap.shorten(", ".join(coupling.primitives), 24, placeholder=" ...")
     return str(coupling.place), operations, how + times, f"{coupling.dtype}[{dims}]", kept

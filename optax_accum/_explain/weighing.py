@@ -16,6 +16,7 @@ from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.messages import counted
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import PLAIN, Weight
+from optax_accum._explain.written import summed
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
@@ -57,7 +58,7 @@ class Subject:
             args = [argument for name, argument in arguments.items() if isinstance(name, int)]
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
             if not integers:
-                checks.check_differentiable(call[call.params])
+                checks.check_differentiable(call[call.params], of_whole_batch=self.roles.of_whole_batch)
             answers.append(question(trace_call(self.fun, call, self.sizes, call.params, crossing=self.crossing)))
 
         jax.eval_shape(read, leaves)
@@ -91,7 +92,7 @@ def terms_of(subject: Subject, found: TracedCall) -> dict[str | None, Found] | N
     return {name: denominators_of(found.levels, others, place) for place, name in enumerate(sorted(terms, key=str))}
 
 
-def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> Weight:
+def weight_of(subject: Subject, program: Program, term: str | None, denominator: Denominator) -> Weight:
     """Returns a weight in the user's terms."""
     sums = tuple(dict.fromkeys(equation.place for equation in denominator.sums))
     if denominator.makes is None:
@@ -99,7 +100,9 @@ def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> W
     of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
     guard = denominator.guard and denominator.guard.place
     place = denominator.makes.place
-    return Weight(f"the sum over rows at {place}", term, place, of, guard, sums)
+    names = [text for _, text, _ in subject.inputs]
+    expression = summed(program, denominator, names, subject.fun)
+    return Weight(f"the sum over rows at {place}", term, place, of, guard, sums, expression)
 
 
 def _count(weight: Any, denominator: Denominator, times: int) -> jax.Array:

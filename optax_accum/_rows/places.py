@@ -73,6 +73,17 @@ def _frames(eqn: Any) -> list[Place]:
     return [Place(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
 
 
+def is_of(eqn: Any, function: str, file: str) -> bool:
+    """Whether the user's line calls a function of JAX, `map` in `loops.py` say, that makes the equation."""
+    frames = _frames(eqn)
+    own = _own(frames)
+    inner = frames[: frames.index(own)] if own else frames
+    return any(
+        frame.function == function and pathlib.PurePath(frame.file).name == file and _is_installed(frame.file)
+        for frame in inner
+    )
+
+
 @functools.cache
 def _is_installed(file: str) -> bool:
     """Whether a file belongs to Python or to an installed package."""

@@ -88,17 +88,17 @@ class Program:
         for equation in self.equations:
             along += [value.aval.shape[value.axis] for value in equation.outs if value.axis not in (None, COUPLED)]
             if not equation.differs:
-                along += _lengths_inside(equation.single, equation.double, self.rows)
+                along += [length for _, length in lengths_inside(equation.single, equation.double, self.rows)]
         return math.gcd(self.rows[0], *along)
 
 
-def _lengths_inside(single: Any, double: Any, rows: Rows) -> Iterator[int]:
-    """Yields the lengths of the axes of rows inside an equation."""
+def lengths_inside(single: Any, double: Any, rows: Rows) -> Iterator[tuple[Any, int]]:
+    """Yields the lengths of the axes of rows inside an equation, each with the equation that has it."""
     for programs in locality.programs_inside(single, double):
         pairs = in_step(*(compilers.opened(program)[0] for program in programs))
         with contextlib.suppress(OtherProgramError):  # it runs once, on all rows
             for a, b in pairs:
                 for result, axis in zip(a.outvars, view_of(a, b, rows).outs, strict=True):
                     if axis not in (None, COUPLED):
-                        yield result.aval.shape[axis]
-                yield from _lengths_inside(a, b, rows)
+                        yield a, result.aval.shape[axis]
+                yield from lengths_inside(a, b, rows)

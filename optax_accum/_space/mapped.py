@@ -290,6 +290,6 @@ def _check_divides(axes: Axes, mesh: meshes.Mesh, rows: int) -> None:
     if rows % devices:
         raise ValueError(
             f"The rows of a batch must divide over the devices: {rows} rows, {devices} devices along "
-            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, and leave the padding out of the loss "
-            "(weight_fn)."
+            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, with a mask, and leave the padding out of "
+            "the loss: jnp.sum(mask * errors) / jnp.sum(mask)."
         )

@@ -95,7 +95,7 @@ def microbatched(
         )
     rows_cross = Crossing(checks.one_of("crossing", crossing, ("save", "recompute")))
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
-    roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False)
+    roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False, of_whole_batch=True)
     fun = callables.as_function(fun)
 
     @functools.wraps(fun)

@@ -74,6 +74,7 @@ def as_rules(
     carry_argnum: Name | None = None,
     aux_reduction: Tree = "mean",
     grad_reduction: Tree = "mean",
+    of_whole_batch: bool = False,
 ) -> CallRules:
     """Checks the options of `value_and_grad`, and of micro-batches that count each by itself."""
     _check_no_argnums(num_microbatches)
@@ -94,6 +95,7 @@ def as_rules(
         whole_argnums=whole_argnums,
         rng_argnum=rng_argnum,
         carry_argnum=carry_argnum,
+        of_whole_batch=of_whole_batch,
     )
     over, meter = as_devices(devices, partial=True), as_meter(statistics)
     if over.is_partial:

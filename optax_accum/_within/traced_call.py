@@ -13,6 +13,7 @@ from optax_accum._core import compilers, messages, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
+from optax_accum._rows.dealing import dealt_out
 from optax_accum._rows.leveling import levels_of
 from optax_accum._rows.levels import Crossing, Levels
 from optax_accum._rows.pairing import paired
@@ -107,11 +108,7 @@ def trace_call(
     for equation in program.equations:
         if compilers.makes_reference(equation.single):
             raise UndividedError(f"The loss has a mutable array of its own, at {equation.place}.")
-    if program.units % devices:
-        raise ValueError(
-            f"A group of rows must be on one device: the loss takes {rows // program.units} rows together, and each of "
-            f"{devices} devices has {rows_here}. Deal out whole groups, or take fewer devices."
-        )
+    program = dealt_out(program, devices)
     units = program.units // devices
     parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
     levels = levels_of(program, [name in model for name in owner], crossing)

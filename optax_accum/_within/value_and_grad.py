@@ -154,6 +154,9 @@ def value_and_grad(
         have nothing in common, or the loss has mutable arrays of its own
         (`jax.new_ref`), all of it does: exact, with a warning that names the
         line, and no memory is saved; with `devices` or `statistics` an error.
+      * Groups of rows (`x.reshape(-1, 4)`): micro-batches are of whole
+        groups, and so must be the rows of each device: else an error names
+        the line. With `h[: n // 2]` devices need not divide the half.
       * A batch that is split already, [k, m, ...]: `fun` takes it as k rows
         (`jax.vmap` over them, and a mean).
       * `Devices(to="partial")`: each device has a batch of its own.
@@ -203,6 +206,7 @@ def value_and_grad(
         devices=devices,
         statistics=statistics,
         crossing=crossing,
+        of_whole_batch=True,
     )
 
     @functools.wraps(rules.fun)
@@ -211,7 +215,7 @@ def value_and_grad(
         try:
             return _differentiated(rules, call)
         except UnreadableError:
-            return added_up(rules, call)
+            return _one_by_one(rules, call)
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute
@@ -227,9 +231,21 @@ def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]]:
     return run
 
 
+def _one_by_one(rules: CallRules, call: Call) -> tuple[Any, Any]:
+    try:
+        return added_up(rules, call)
+    except (TypeError, ValueError) as error:
+        if any(name in str(error) for name in _GONE):
+            error.add_note(
+                "The loss communicates, so its micro-batches count each by itself, and value_and_grad has no option "
+                "for that: take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))."
+            )
+        raise
+
+
 def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
-    checks.check_differentiable(call[call.params])
+    checks.check_differentiable(call[call.params], of_whole_batch=True)
     again = tracing.is_again(list(call.arguments.values()))
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
     space = rules.space(call[call.params])

@@ -100,7 +100,7 @@ def whole_batch(
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad` of all rows together; a call raises an `UnreadableError` if the loss cannot be read."""
     optax_accum.value_and_grad(fun, has_aux=True, **options)  # raises its errors when this is built
-    roles = _roles(fun, options)
+    roles = _roles(fun, options, of_whole_batch=True)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -233,5 +233,5 @@ _OWN_OPTIONS = {
 _ROLES = {"batch_argnums", "rng_argnum", "whole_argnums"}
 
 
-def _roles(fun: Callable[..., Any], options: Mapping[str, Any]) -> Roles:
-    return Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
+def _roles(fun: Callable[..., Any], options: Mapping[str, Any], *, of_whole_batch: bool = False) -> Roles:
+    return Roles(fun, of_whole_batch=of_whole_batch, **{name: options[name] for name in _ROLES & options.keys()})

@@ -24,6 +24,7 @@ def fit(
     candidates: Iterable[int] | None = None,
     safety: float = 0.9,
     progress: bool = True,
+    **kwargs: Any,
 ) -> "Fitted":
     """Returns the jitted step with the fewest micro-batches that fit here.
 
@@ -49,6 +50,8 @@ def fit(
       safety: the fraction of the budget to use.
       progress: whether to show a bar, print the table, and say when a
         number of micro-batches was too small.
+      **kwargs: the arguments of the step that come by keyword, static ones
+        among them, as you will pass them; none that holds the batch.
 
     Returns:
       A `Fitted`: call it as the step. It has `num_microbatches`, `plan` and
@@ -94,9 +97,9 @@ def fit(
             "positions of those that do, fit(step_of_k, params, state, batch, batch_argnums=2)."
         )
     numbers = as_numbers(candidates)
-    steps = PlannedSteps(step_of_k, args)
+    steps = PlannedSteps(step_of_k, args, kwargs)
     steps.lowered(min(numbers or [1]))  # an error of the step is raised as it is
-    target = _devices_of(args)
+    target = _devices_of((args, kwargs))
     if budget is None:
         budget = budgets.memory_of(target, here=True, devices=len(target.devices))
     how: Any = {"target": target, "budget": budget, "candidates": numbers, "safety": safety, "progress": progress}
@@ -110,8 +113,8 @@ def fit(
 class PlannedSteps:
     """The jitted steps by their number of micro-batches: each is made once, lowered once, and is the one that runs."""
 
-    def __init__(self, step_of_k: Callable[[int], Any], args: Sequence[Any]):
-        self._step_of_k, self._args = step_of_k, args
+    def __init__(self, step_of_k: Callable[[int], Any], args: Sequence[Any], kwargs: dict[str, Any]):
+        self._step_of_k, self._args, self._kwargs = step_of_k, args, kwargs
         self._steps: dict[int, Any] = {}
         self._lowered: dict[int, Any] = {}
 
@@ -131,12 +134,12 @@ class PlannedSteps:
     def lowered(self, number: int) -> Any:
         """The step lowered for the arguments: its first call compiles the same program."""
         if number not in self._lowered:
-            self._lowered[number] = self.step(number).lower(*self._args)
+            self._lowered[number] = self.step(number).lower(*self._args, **self._kwargs)
         return self._lowered[number]
 
     def forget(self) -> None:
         """Drops the arguments and all that was lowered."""
-        self._args, self._lowered = (), {}
+        self._args, self._kwargs, self._lowered = (), {}, {}
 
 
 class Fitted:

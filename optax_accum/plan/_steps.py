@@ -64,8 +64,8 @@ def of_loss(
       *args: the other arguments of the loss, the whole batch first, or
         their shapes.
       **options: those of `value_and_grad`, but for the number and the size
-        of micro-batches and `argnums`: `weight_fn`, `batch_argnums`,
-        `rng_argnum`, `has_aux`, `devices`.
+        of micro-batches and `argnums`: `batch_argnums`, `has_aux`,
+        `accumulator_dtype`, `in_place`, `devices`, `crossing`.
 
     Returns:
       A builder. Its step donates parameters and state; on several devices
@@ -92,7 +92,7 @@ def of_loss(
     loss = callables.as_function(loss, remedy="Pass the loss first: of_loss(loss, tx, params, batch).")
     callables.as_optimizer(tx)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
-    roles = Roles(loss, batch_argnums=options.get("batch_argnums", 1))
+    roles = Roles(loss, batch_argnums=options.get("batch_argnums", 1), of_whole_batch=True)
     batch = roles.passed_as(1 + len(args))["batch_argnums"]
 
     def lower(number: int, target: Target) -> Any:

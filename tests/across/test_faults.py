@@ -161,6 +161,36 @@ def test_a_flush_closes_what_a_skipped_micro_batch_left():
     np.testing.assert_allclose(PARAMS + updates, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize(("nonfinite", "discarded"), [("omit", 1), ("skip", 0)])
+@pytest.mark.parametrize("every", [None, K])
+@pytest.mark.parametrize("flush", [True, jnp.array(True)], ids=["static", "traced"])
+def test_a_flush_of_a_fault_alone_makes_no_update(nonfinite, discarded, every, flush):
+    """Under "omit" it was a micro-step, and its window is lost; under "skip" there was no window."""
+    tx = accumulate(every, ADAM, nonfinite=nonfinite)
+    updates, state = tx.update(jnp.array([np.nan, 1.0]), tx.init(PARAMS), PARAMS, flush=flush)
+    assert np.all(updates == 0)
+    chex.assert_trees_all_equal(state.inner_opt_state, ADAM.init(PARAMS))
+    assert (state.skipped, state.discarded, state.batches) == (1, discarded, 1)
+    assert (state.mini_step, state.gradient_step, state.weight) == (0, 0, 0)
+    updates, _ = tx.update(GOOD[0], state, PARAMS, flush=flush)
+    np.testing.assert_allclose(PARAMS + updates, one_update(ADAM, GOOD[:1])[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "weight", "discarded"),
+    [("propagate", np.inf, 1), ("propagate", np.nan, 0), ("discard", np.inf, 1), ("discard", np.nan, 1)],
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_weight_that_is_not_finite_and_joins_its_window(nonfinite, weight, discarded, traced):
+    """Infinity cannot divide a sum, whatever the policy; a NaN shows."""
+    tx = accumulate(2, nonfinite=nonfinite)
+    update, state = compiled(tx)[0] if traced else tx.update, tx.init(PARAMS)
+    for w in (weight, 1.0):
+        updates, state = update(GOOD[0], state, PARAMS, weight=w)
+    assert np.all(updates == 0) if discarded else np.all(np.isnan(updates))
+    assert (state.discarded, state.gradient_step) == (discarded, 1 - discarded)
+
+
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_counts_as_a_fault(weight):
     weights = [1.0, weight, 1.0, 1.0]

@@ -232,6 +232,36 @@ def test_what_cannot_be_fitted():
         fitted(budget="1kB")
 
 
+@pytest.mark.parametrize("by_keyword", [True, False], ids=["keyword", "position"])
+def test_static_arguments_and_a_batch_that_comes_first(by_keyword):
+    @functools.cache
+    def make(k):
+        def step(x, w, how):
+            value, grads = in_parts(k)(w, x)
+            return w - grads if how == "train" else w, value
+
+        def named(x, w, *, how):
+            return step(x, w, how)
+
+        if by_keyword:
+            return jax.jit(named, static_argnames="how", donate_argnums=1)
+        return jax.jit(step, static_argnums=2, donate_argnums=1)
+
+    static = ((), {"how": "train"}) if by_keyword else (("train",), {})
+    args = lambda: (X, jnp.array(W), *static[0])
+    how = {"batch_argnums": 0, "budget": "1GB", "progress": False}
+    step = plan.fit(short_below(4, make), *args(), **static[1], **how)
+    assert step.plan.rows[0]["rows"] == ROWS
+    got = step(*args(), **static[1])
+    assert step.num_microbatches == 4
+    chex.assert_trees_all_close(got, make(1)(*args(), **static[1]), rtol=1e-5, atol=1e-7)
+
+
+def test_an_option_that_fit_does_not_have_is_an_argument_of_the_step():
+    with pytest.raises(TypeError, match="bugdet"):
+        fitted(bugdet="1GB")
+
+
 def test_without_a_budget_a_cpu_has_what_is_free():
     step = fitted(budget=None)
     assert 0 < step.plan.budget <= optax_accum.accelerators.target().memory

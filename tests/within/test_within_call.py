@@ -436,7 +436,7 @@ def loss_with(value):
         (MEAN, {"num_microbatches": 7}, X, ValueError, "num_microbatches=7, and the batch has 6 rows"),
         (MEAN, {}, jnp.ones(0), ValueError, r"must have rows.*shape\[0\]=0"),
         (MEAN, {}, 3.0, ValueError, "must have a leaf with rows"),
-        (MEAN, {}, (X, jax.random.key(0)), TypeError, "key in a batch argument.*rng_argnum"),
+        (MEAN, {}, (X, jax.random.key(0)), TypeError, "key in a batch argument.*as an argument of its own"),
         (MEAN, {"batch_argnums": 0}, X, ValueError, "argnums=0 and batch_argnums=0 name the same one"),
         (loss_with(lambda m, x: x), {}, X, TypeError, r"real scalar loss.*float32\[6\]"),
         (loss_with(lambda m, x: (m, m)), {}, X, TypeError, "real scalar loss, or a dict"),
