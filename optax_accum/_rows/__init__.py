@@ -1,9 +1,11 @@
 """The rows of a traced loss: which equations treat them one by one, which take sums of them, which couple them.
 
-A loss is traced for n rows and for 2 n. **An axis of rows is an axis that is cut into equal, contiguous blocks, one for
-each unit of the batch; block u belongs to unit u.** The type says a position, not a meaning: two values may be combined
-entry by entry because both are cut by position. A value without such an axis is the same for all micro-batches. One
-that grows along several axes, or not in proportion to the rows, is coupled: nothing may cut it.
+A loss is traced for n rows and for 2 n (for n / 2 where it raises for 2 n). **An axis of rows is an axis that is cut
+into equal, contiguous blocks, one for each unit of the batch; block u belongs to unit u.** The type says a position,
+not a meaning: two values may be combined entry by entry because both are cut by position. A value without such an axis
+is the same for all micro-batches. One that grows along several axes, or not in proportion to the rows, is coupled:
+nothing may cut it. A value has one type, where it is made and wherever it is taken: else the two traces are other
+programs.
 
 What an equation takes *and makes* decides its kind, and with it where it runs:
 

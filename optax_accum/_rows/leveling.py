@@ -127,7 +127,7 @@ class _Division:
         """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
         if self.model.isdisjoint(equation.ins) or not equation.outs or derivatives.has_backward(equation):
             return False
-        if not self.rowless.issuperset(equation.outs):
+        if not (equation.view.has_same_sizes and self.rowless.issuperset(equation.outs)):
             return False  # narrow, but of rows: a mean, say, is there once, when its loop is over
         begins = is_cast_down(equation.single)
         goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_accum._rows.rules import reshape as in_blocks
 from optax_accum._rows.traces import COUPLED, Rows
 
 Made = Mapping[Any, Any]  # from a value to the equation that makes it
@@ -94,7 +95,9 @@ def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
     goes_on = functools.partial(_numbers_rows, length=length, rows=rows, made=made)
     if name == "iota":
         return params["dimension"] == value.axis and value.aval.shape[value.axis] == length
-    if name in ("broadcast_in_dim", "convert_element_type", "reshape", "expand_dims"):
+    if name in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        if name == "reshape" and not in_blocks(equation.view):
+            return False
         return value.aval.shape[value.axis] == length and goes_on(equation.ins[0])
     if name == "select_n":  # index + length, if an index is negative
         test = made.get(equation.ins[0])

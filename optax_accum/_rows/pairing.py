@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
@@ -18,7 +19,7 @@ from optax_accum._rows.own_rows import of_own_rows
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.running_sums import of_running_sums
-from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, axis_of, view_of
+from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, view_of
 
 
 def paired(single: Any, double: Any, rows: Rows, caller: Equation | None = None) -> Program:
@@ -46,21 +47,23 @@ class _Pairing:
         self.rows = rows
         self.equations: list[Equation] = []
         self.first_difference = ""
-        self.untyped: set[Value] = set()  # results of what differs: who takes them says where they have rows
+        self.untyped: set[Value] = set()  # constants and results of what differs: who takes them says where rows are
 
     def inlined(self, single: Any, double: Any, inputs: Sequence[Value], caller: Equation | None) -> list[Value]:
         """Appends the equations of two programs; returns their results.
 
         Raises:
-          OtherProgramError: they close over other arrays, or return other results.
+          OtherProgramError: they return other results.
         """
         (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
-        if len(consts) != len(double_consts):
-            raise OtherProgramError("it closes over other arrays")
         env: dict[Any, Value] = dict(zip(of_single.invars, inputs, strict=True))
-        for var, array, double_array in zip(of_single.constvars, consts, double_consts, strict=True):
-            axis = self.axis(jax.typeof(array), jax.typeof(double_array))
+        are_pairs = len(consts) == len(double_consts) and all(map(_same_rank, consts, double_consts))
+        for place, (var, array) in enumerate(zip(of_single.constvars, consts, strict=True)):
+            double_array = double_consts[place] if are_pairs else None
+            axis = axis_of(jax.typeof(array), jax.typeof(double_array), self.rows) if are_pairs else None
             env[var] = Constant(array, axis, double_array)
+            if not are_pairs:
+                self.untyped.add(env[var])
         for ours, others, are_pair in _aligned(of_single, of_double):
             if not (are_pair and self.append(ours[0], others[0], env, caller)):
                 self.append_whole(ours, others, of_single, env, caller)
@@ -68,11 +71,6 @@ class _Pairing:
         if outputs is None:
             raise OtherProgramError(self.first_difference or "it returns other arrays")
         return outputs
-
-    def axis(self, single: Any, double: Any) -> Axis:
-        if len(getattr(single, "shape", ())) != len(getattr(double, "shape", ())):
-            raise OtherProgramError("it closes over other arrays")
-        return axis_of(single, double, self.rows)
 
     def operands(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> list[Value] | None:
         """The values that two equations take; None where they do not have their rows along the same axes."""
@@ -146,6 +144,10 @@ def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence
             yield from (([a], [b], True) for a, b in zip(single.eqns[first:last], double.eqns[begin:end], strict=True))
         else:
             yield single.eqns[first:last], double.eqns[begin:end], False
+
+
+def _same_rank(a: Any, b: Any) -> bool:
+    return jnp.ndim(a) == jnp.ndim(b)
 
 
 def _sort(equation: Any) -> tuple[Any, ...]:

@@ -7,6 +7,8 @@ merged with tokens (n T), or split into groups (n / g).
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend import core
+
 from optax_accum._rows.places import place_of
 
 Axis = int | None
@@ -127,13 +129,31 @@ def view_of(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> Vi
 
 
 def in_step(single: Any, double: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the equations of two programs in pairs; raises if the primitives, or the numbers of operands, differ."""
+    """Yields the equations of two programs in pairs.
+
+    Raises:
+      OtherProgramError: primitives, or the numbers of operands, differ; or a variable has rows where it is made, and
+        none, or others, where it is taken: with other operands, another program has the same primitives.
+    """
+    shapes: dict[Any, Any] = {}  # of a variable, for 2 n rows
+
+    def check(ours: Sequence[Any], others: Sequence[Any]) -> None:
+        for a, b in zip(ours, others, strict=True):
+            shape = getattr(b.aval, "shape", ())
+            if isinstance(a, core.Var) and shapes.setdefault(a, shape) != shape:
+                raise OtherProgramError("it takes other arrays")
+
+    if any(len(a) != len(b) for a, b in ((single.invars, double.invars), (single.outvars, double.outvars))):
+        raise OtherProgramError("it takes or returns other arrays")
+    check(single.invars, double.invars)
     for a, b in zip(single.eqns, double.eqns, strict=False):
         if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             raise OtherProgramError(
                 f"at {place_of(a)} it has {a.primitive.name}, and for twice as many rows {b.primitive.name}"
             )
+        check((*a.invars, *a.outvars), (*b.invars, *b.outvars))
         yield a, b
     if len(single.eqns) != len(double.eqns):
         more = max(single.eqns, double.eqns, key=len)[min(len(single.eqns), len(double.eqns))]
         raise OtherProgramError(f"at {place_of(more)} only one of the two has {more.primitive.name}")
+    check(single.outvars, double.outvars)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows import derivatives, resized
+from optax_accum._rows import derivatives, faults, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
@@ -156,7 +156,8 @@ def evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
 
     for equation in equations:
         every = resized.Some(equation.rows, equation.rows[0])
-        results = resized.evaluate(equation.single, equation.double, every, list(map(read, equation.ins)))
+        with faults.explained(equation):
+            results = resized.evaluate(equation.single, equation.double, every, list(map(read, equation.ins)))
         env.update(zip(equation.outs, results, strict=True))
 
 

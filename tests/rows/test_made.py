@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from tests.rows import against
 from tests.rows.against import farthest
 from tests.tiers import sweep
 
@@ -462,3 +463,51 @@ def test_a_mutable_array_is_refused_over_devices():
         jax.jit(optax_accum.value_and_grad(written_once, 3, devices="data"))(
             PARAMS, jax.device_put(X, NamedSharding(mesh, P("data")))
         )
+
+
+# Bodies whose traces have the same operations, of other operands
+
+
+def chosen(n, of_params, of_rows):
+    """Another operand for more rows; with n = d it has the same shape for n rows."""
+    return of_params if n <= 16 else of_rows
+
+
+def in_a_checkpoint(p, x):
+    return jax.checkpoint(lambda p, x: jnp.tanh(chosen(len(x), p, x)))(p, x)
+
+
+def passed_through(p, x):
+    return jax.checkpoint(lambda p, x: (chosen(len(x), p, x), jnp.sin(x)))(p, x)[0]
+
+
+def in_a_scan_over_layers(p, x):
+    def layer(h, w):
+        return h + jnp.sin(chosen(len(x), jnp.tanh(w), jnp.tanh(h))), None
+
+    return jax.lax.scan(layer, x, jnp.stack([p, p]))[0]
+
+
+@pytest.mark.parametrize("body", [in_a_checkpoint, *sweep([passed_through, in_a_scan_over_layers])])
+def test_a_body_that_takes_other_operands_for_more_rows(body):
+    x = jnp.sin(jnp.arange(144.0)).reshape(12, 12)
+    loss = lambda p, x: jnp.sum(body(p, x)) + jnp.mean(x @ p)
+    against.assert_whole(loss, x + 1, x, ways=[(way, 3) for way in against.WAYS], tolerance=1e-5)
+
+
+def test_numbers_of_rows_that_were_moved_are_no_own_rows():
+    def loss(p, x):
+        n = len(x)
+        numbers = jax.lax.broadcasted_iota(jnp.int32, (n, 2), 0).reshape(2, n)
+        return jnp.mean((x @ p)[numbers, jnp.arange(n)[None] % 4] * x[None, :, 0])
+
+    x = jnp.sin(jnp.arange(48.0)).reshape(12, 4)
+    against.assert_whole(loss, jnp.cos(jnp.arange(16.0)).reshape(4, 4), x, tolerance=1e-5)
+
+
+def test_constants_that_depend_on_the_number_of_rows():
+    """Of another rank, or more of them: the part that takes them runs on all rows."""
+    few, many = np.ones(4, np.float32), np.ones((1, 4), np.float32)
+    loss = lambda p, x: jnp.mean(jnp.tanh(x @ p) ** 2) + jnp.sum(p[0] * (few if len(x) <= 16 else many[0] + many[0]))
+    x = jnp.sin(jnp.arange(48.0)).reshape(12, 4)
+    against.assert_whole(loss, jnp.cos(jnp.arange(16.0)).reshape(4, 4), x, tolerance=1e-5)
