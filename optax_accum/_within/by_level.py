@@ -245,14 +245,16 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
     params, inner = equation.single.params, inside_layers(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.single)
-    values = compilers.varying_together(values)
+    values = compilers.varying_as(values, [atom.aval for atom in equation.single.invars])
+    more = compilers.varying_more(values, [atom.aval for atom in equation.single.invars])
+    body = compilers.opened(params["jaxpr"])[0]
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x], once=store.once)
-        out = compilers.varying_together(out, like=[*start, *fixed])
+        out = compilers.varying_as(out, [atom.aval for atom in body.outvars], more)
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

@@ -83,7 +83,11 @@ def trace_call(
     in_batch = [name in call.batch for name in owner]
 
     def types(rows: int) -> list[Any]:
-        return [type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+        """With the axes of `jax.shard_map` along which each varies, but for the devices': here are the rows of all."""
+        sizes = [
+            type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)
+        ]
+        return [compilers.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)]
 
     try:
         single = trace(of_arrays, types(rows))

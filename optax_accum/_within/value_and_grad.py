@@ -1,5 +1,6 @@
 """`value_and_grad`: value and gradient of a batch, micro-batch by micro-batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.one_by_one import added_up
 from optax_accum._within.rules import CallRules, as_rules
-from optax_accum._within.whole_batch import UnreadableError
+from optax_accum._within.separate import UnreadableError
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
@@ -210,8 +211,8 @@ def value_and_grad(
         call = rules.roles.bind(args, kwargs)
         try:
             return _differentiated(rules, call)
-        except UnreadableError:
-            return added_up(rules, call)
+        except UnreadableError as error:
+            return added_up(dataclasses.replace(rules, aux_reduction=error.reductions()), call)
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute
