@@ -182,9 +182,7 @@ class Weigher:
         """Warns where nothing shows that micro-batches of the loss add up, whatever divides it."""
         reasons: Sequence[Reason] = ()
         with contextlib.suppress(Exception):  # what cannot be read, as a loss that communicates, tells nothing
-            reasons = self._subject(call).ask(
-                lambda found: [*self._spoken_to(found), *reasons_of(found.levels, 0)], integers=True
-            )
+            reasons = self._subject(call).ask(lambda f: [*self._spoken_to(f), *reasons_of(f.levels, 0)], integers=True)
         if reasons:
             messages.warn(
                 "Nothing shows that micro-batches of this loss add up to the whole batch:"
@@ -193,10 +191,8 @@ class Weigher:
             )
 
     def _spoken_to(self, found: TracedCall) -> list[Reason]:
-        """Returns where the loss takes something from the other devices: what these have, its program does not show."""
-        along = [equation for equation in found.traced.collectives if {*self.axes} & {*collective_axes(equation)}]
-        text = f"takes something from the other devices of {self.axes}"
-        return [Reason(f"{equation.primitive.name} {text}", place_of(equation)) for equation in along]
+        along = [each for each in found.traced.collectives if {*self.axes} & {*collective_axes(each)}]
+        return [Reason(f"{each.primitive.name} of the other devices of {self.axes}", place_of(each)) for each in along]
 
     def _subject(self, call: Call) -> Subject:
         """Returns the loss with the types of a call; of two rows, if it has one."""
@@ -207,8 +203,8 @@ class Weigher:
     def _read(self, call: Call) -> Read | None:
         batch, subject = call[call.batch], self._subject(call)
         try:
-            terms, program, spoken_to = subject.ask(
-                lambda found: (terms_of(subject, found), found.levels.program, self._spoken_to(found)), integers=True
+            (terms, program), spoken_to = subject.ask(
+                lambda found: ((terms_of(subject, found), found.levels.program), self._spoken_to(found)), integers=True
             )
         except Exception as error:  # whatever the loss raises for twice as many rows
             lines = str(error).strip().splitlines() or [type(error).__name__]

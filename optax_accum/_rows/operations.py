@@ -50,7 +50,7 @@ def _sum(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | 
 
 
 def _from_devices(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Values of other devices, moved or added: none of one count, where each device may divide by a count of its own."""
+    """Values of other devices, moved or added: of no one count, where each device may have a count of its own."""
     for by in (by for form in forms for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
         (term, *_) = reading.form(by.value).sums
         text = f"{equation.name} of what a {name_of(term)} divides: each device may have another"

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, dtypes
+from optax_accum._core import compilers, dtypes, evaluation
 from optax_accum._core.equations import all_equations, collective_axes
 from optax_accum._core.leaves import parted
 from optax_accum._core.traced import Traced, with_backward_pass
@@ -137,7 +137,7 @@ def check_nested(loss: Traced, axes: Axes) -> None:
     """
     if not any(equation.primitive.name == "shard_map" for equation in loss.equations):
         return
-    types = [compilers.varying_type(kind, axes) for kind in loss.program.in_avals]
+    types = [evaluation.varying_type(kind, axes) for kind in loss.program.in_avals]
     for equation in all_equations(with_backward_pass(loss.program, types).jaxpr):
         if equation.primitive.name == "shard_map" and any(
             set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows import derivatives, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -45,7 +45,7 @@ class End:
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
         zeros = [meshes.filled([], leaf, 0) for leaf in types]
-        self.still = [traced.device.vary(leaf) for leaf in compilers.varying_as(zeros, types)]
+        self.still = [traced.device.vary(leaf) for leaf in evaluation.varying_as(zeros, types)]
         given = _chosen(self.still, self.inexact)
         others = _chosen(self.still, [not moves for moves in self.inexact])
         params = _chosen(self.params, self.of_params)
@@ -221,5 +221,5 @@ def _run(traced: Any, values: Leaves, wanted: Sequence[int]) -> list[Any]:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
     for equation in reversed(needed):
-        env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
+        env.update(zip(equation.outvars, evaluation.bind(equation, list(map(read, equation.invars))), strict=True))
     return [jnp.asarray(read(atom)) for atom in outputs]

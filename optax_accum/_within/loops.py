@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, flags, memory, tracing
+from optax_accum._core import compilers, dtypes, evaluation, flags, memory, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
 from optax_accum._space import meshes
@@ -142,13 +142,13 @@ def _stacked(
         return memory.to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
 
     after, shapes = jax.eval_shape(iteration, carry, slices(0))
-    carry = jax.tree.map(lambda leaf, kind: compilers.varying_as([leaf], [kind])[0], carry, after)
+    carry = jax.tree.map(lambda leaf, kind: evaluation.varying_as([leaf], [kind])[0], carry, after)
     explicit = compilers.explicit_sharding(last) is not None  # its first number is on one device alone
     begin = jnp.zeros([]) if explicit or not last.size or compilers.on_host(last) else jnp.real(last.ravel()[0])
 
     def empty(row: Any, on_host: bool) -> jax.Array:
         differs_more = compilers.varying_axes(begin) - compilers.varying_axes(row)
-        (number,) = compilers.varying_as([jnp.zeros([]) if on_host or differs_more else begin], [row])
+        (number,) = evaluation.varying_as([jnp.zeros([]) if on_host or differs_more else begin], [row])
         buffer = meshes.filled([count], row, number)
         return compilers.moved(buffer, to_host=True) if on_host else buffer
 

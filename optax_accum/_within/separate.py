@@ -4,16 +4,16 @@ Its program says nothing of the whole batch where other devices' rows come in: t
 warning. An auxiliary output that no collective reaches is joined as it was made, and any other is refused by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._core import messages
-from optax_accum._core.equations import collective_axes, every_equation
+from optax_accum._core.equations import every_equation
 from optax_accum._core.leaves import by_path, is_array
-from optax_accum._core.types import Axes, Tree
+from optax_accum._core.types import Tree
 from optax_accum._loss.parts import Returns
 from optax_accum._rows.denominators import denominators_of
 from optax_accum._rows.forms import ROWS
@@ -21,30 +21,33 @@ from optax_accum._rows.operations import rule_of
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._rows.reading import Reading
+from optax_accum._space.device import Device
 from optax_accum._within.traced_call import TracedCall
 
 
 class UnreadableError(Exception):
     """The trace does not tell how micro-batches belong together: the loss takes something from the other devices."""
 
-    def __init__(self, loss: TracedCall, collective: Any, axes: Axes, returns: Returns):
+    def __init__(self, loss: TracedCall, collectives: Sequence[Any], device: Device, returns: Returns):
         super().__init__()
-        self.loss, self.axes, self.returns = loss, axes, returns
-        self.text = (
-            f"takes something from the other devices of {axes} ({collective.primitive.name}, {place_of(collective)})"
-        )
+        self.loss, self.returns, self.collectives = loss, returns, collectives
+        (first, *_) = collectives
+        others = f"the other devices of {device.axes}"
+        self.text = f"takes something from {others} ({first.primitive.name}, {place_of(first)})"
 
-    def reductions(self, part: Callable[[Tree], Tree] = lambda aux: aux) -> Tree:
-        """What joins each auxiliary output, or those of a part of them; warns that micro-batches count by their rows.
-
-        Raises:
-          ValueError: nothing shows what joins one.
-        """
+    def warn(self) -> None:
         messages.warn(
             f"A loss that {self.text} runs micro-batch by micro-batch, and each counts by its rows. Leave that out: "
             "with devices, the rows of all devices are one batch. Or say how micro-batches count: "
             "jax.value_and_grad(optax_accum.accumulate(loss, k, weight_fn=..., devices=...))."
         )
+
+    def reductions(self, part: Callable[[Tree], Tree] = lambda aux: aux) -> Tree:
+        """What joins each auxiliary output, or those of a part of them.
+
+        Raises:
+          ValueError: nothing shows what joins one.
+        """
         places = self.loss.returned(range(len(self.loss.levels.program.outputs)))
         aux = part(self.returns.taken_apart(places).aux)
         names = [self._reduction(path, place) for path, place in by_path(aux)]
@@ -57,16 +60,18 @@ class UnreadableError(Exception):
             raise ValueError(
                 f"An auxiliary output must be known for the whole batch: at {path} nothing tells how those of "
                 f"micro-batches are joined ({why_not}), for the loss {self.text}. Leave that out: with devices, the "
-                "rows of all devices are one batch. Or return sums over rows, means over rows, or one row for each example."
+                "rows of all devices are one batch. Or return sums over rows, means over rows, or one row for each "
+                "example."
             )
         return name
 
     def _takes(self, output: Value) -> bool:
         """Whether an output depends on what comes from other devices."""
         taken: set[Value] = set()
+        sources = set(map(id, self.collectives))
         for equation in self.loss.levels.program.equations:
-            own = (collective_axes(each) for each in every_equation(equation.single))
-            if not taken.isdisjoint(equation.ins) or any(not set(self.axes).isdisjoint(axes) for axes in own):
+            is_source = not sources.isdisjoint(map(id, every_equation(equation.single)))
+            if is_source or not taken.isdisjoint(equation.ins):
                 taken.update(equation.outs)
         return output in taken
 
@@ -82,7 +87,7 @@ class UnreadableError(Exception):
         if form.is_plain:
             return "max", ""  # the same for each micro-batch
         arguments = call.arguments.items()
-        others = [None if name in call.batch else str(name) for name, arg in arguments for leaf in _arrays(arg)]
+        others = [None if name in call.batch else str(name) for name, arg in arguments for _ in _arrays(arg)]
         found = denominators_of(levels, others, place)
         by = {one.by for one in found.denominators}
         if found.reasons or len(by) != 1:

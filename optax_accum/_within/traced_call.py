@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_known_rows, is_split
-from optax_accum._core import compilers, messages, tracing
+from optax_accum._core import compilers, evaluation, messages, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
@@ -87,7 +87,9 @@ def trace_call(
         sizes = [
             type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)
         ]
-        return [compilers.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)]
+        return [
+            evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)
+        ]
 
     try:
         single = trace(of_arrays, types(rows))

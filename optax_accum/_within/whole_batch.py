@@ -82,8 +82,8 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    for collective in device.collectives(loss.traced):
-        raise UnreadableError(loss, collective, device.axes, rules.returns)
+    if collectives := device.collectives(loss.traced):
+        raise UnreadableError(loss, collectives, device, rules.returns)
     device.check_nested(loss.traced)
     device.check_axes(loss.traced.program.out_avals)
     if device.one_batch:

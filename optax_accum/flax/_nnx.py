@@ -91,7 +91,9 @@ def value_and_grad(
             return whole(*args, **kwargs)
         except UnreadableError as error:
             own = error.reductions(lambda aux: aux[0])  # the rest is the model's state
-        return one_by_one(fun, **options, aux_reduction=own)(*args, **kwargs)
+            found = one_by_one(fun, **options, aux_reduction=own)(*args, **kwargs)
+            error.warn()
+            return found
 
     return run
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._rows import locality, resized
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.traces import view_of
@@ -104,7 +104,7 @@ def _known(value):
 
 
 def _results(eqn, operands):
-    computed = functools.cache(lambda: compilers.bind(eqn, [operand() for operand in operands]))
+    computed = functools.cache(lambda: evaluation.bind(eqn, [operand() for operand in operands]))
     return [lambda i=i: computed()[i] for i in range(len(eqn.outvars))]
 
 
@@ -119,7 +119,7 @@ def some(array, axis, units):
 
 def of_some(found):
     """The results of the equation for some rows, and these rows of its results for all: (got, want)."""
-    view, whole, units = found.view, compilers.bind(found.single, found.values), [2, 0]
+    view, whole, units = found.view, evaluation.bind(found.single, found.values), [2, 0]
     values = [some(value, axis, units) for value, axis in zip(found.values, view.ins, strict=True)]
     got = resized.evaluate(found.single, found.double, resized.Some(ROWS, 4), values)
     return list(got), [some(all_rows, axis, units) for all_rows, axis in zip(whole, view.outs, strict=True)]
@@ -139,7 +139,7 @@ def of_parts(found):
         parts.append(partial.part_of(equation, units, values, units.of_part(index)))
     total = partial.reduction_of(equation).over(jnp.stack(parts), axis=0)
     assert parts[0].dtype == partial.type_of_part(equation).dtype
-    return [by_level.finished(equation, total, store)], compilers.bind(found.single, found.values)
+    return [by_level.finished(equation, total, store)], evaluation.bind(found.single, found.values)
 
 
 def assert_true(founds):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
@@ -48,7 +48,7 @@ def _untrue(levels: Levels, units: Units, env: dict[Value, Any], tolerance: floa
 
     for equation, kind in levels.kinds.items():
         values = list(map(read, equation.ins))
-        whole = compilers.bind(equation.single, values)
+        whole = evaluation.bind(equation.single, values)
         env.update(zip(equation.outs, whole, strict=True))
         if kind in (Kind.LOCAL, Kind.PARTIAL) and not equation.single.effects:
             found = _difference(equation, kind, units, values, whole)
@@ -67,7 +67,7 @@ def _difference(equation: Equation, kind: Kind, units: Units, values: Sequence[A
         return [next(rest) if moving else leaf for leaf, moving in zip(values, moves, strict=True)]
 
     def at_once(given: Sequence[Any]) -> list[Any]:
-        return list(compilers.bind(equation.single, put(given)))
+        return list(evaluation.bind(equation.single, put(given)))
 
     def in_parts(given: Sequence[Any]) -> list[Any]:
         store = by_level.Store(units, Device(), dict(zip(equation.ins, put(given), strict=True)))

@@ -157,6 +157,17 @@ def averaged(p, b):
     return lax.pmean(masked(jnp.tanh(b["x"] @ p["w"]).sum(-1), b), "tp")
 
 
+def rows_dealt_again(p, b):
+    """Rows change places between devices along "tp": all of them at once."""
+    h = lax.all_to_all(jnp.tanh(b["x"] @ p["w"]), "tp", 0, 0, tiled=True)
+    return lax.pmean(masked(jnp.sum(h**2, -1), b), "tp")
+
+
+def rows_gathered(p, b):
+    h = lax.all_gather(jnp.tanh(b["x"] @ p["w"]), "tp", axis=0, tiled=True)
+    return lax.pmean(jnp.mean(jnp.sum(h**2, -1)) + jnp.var(h), "tp")
+
+
 def under_vmap(p, b):
     return masked(jax.vmap(lambda x: jnp.sum(layer(p, x[None]) ** 2))(b["x"]), b)
 
@@ -164,7 +175,7 @@ def under_vmap(p, b):
 LOSSES = [
     *(summed, layers, in_a_scan, with_a_parameter_beside, normalised, normalised_in_a_scan, normalised_sums, gathered),
     *(gathered_in_front, permuted, scattered, dealt_again, counted_tokens, classified, varied, divided_at_the_end),
-    *(divided_after_a_sum, compared, averaged, under_vmap),
+    *(divided_after_a_sum, compared, averaged, under_vmap, rows_dealt_again, rows_gathered),
 ]
 QUICK = [summed, normalised_sums, with_a_parameter_beside, gathered, divided_at_the_end, counted_tokens]
 
