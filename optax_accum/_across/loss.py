@@ -194,7 +194,7 @@ class Loss:
         if self.weight_fn:
             return ByWeight(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
         if self.reads and call.batch and (self.holds or device.count > 1):
-            read = self.reads(call, takes_a_sum=not self.divisor.is_mean)
+            read = self.reads(call, takes_a_sum=not self.divisor.is_mean, axes=device.axes)
             if read is not None:
                 return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
         return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))

@@ -12,7 +12,7 @@ from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.types import Name, Tree
+from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.weighing import ByWeight
@@ -193,10 +193,10 @@ def value_and_apply_gradients(
 def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
     """A function that reads off a loss how its micro-batch is weighed; a sum is only checked."""
 
-    def read(call: Call, *, takes_a_sum: bool) -> ByWeight | None:
+    def read(call: Call, *, takes_a_sum: bool, axes: Axes = ()) -> ByWeight | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
-        weigher = weighing.Weigher(fun, roles, has_aux=has_aux)
+        weigher = weighing.Weigher(fun, roles, has_aux=has_aux, axes=axes)
         if takes_a_sum:
             weigher.check_sum(call)
             return None

@@ -196,20 +196,6 @@ def is_plain_jit(equation: Any) -> bool:
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in named)
 
 
-def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one equation of a traced program."""
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
-        values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
-    values = varying_together(values)
-    if equation.primitive.name == "pvary":  # which takes no value that varies already, as one evaluated here may
-        return varying_together(values, like=[var.aval for var in equation.outvars])
-    with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
-        results = equation.primitive.bind(*functions, *values, **params)
-    return results if equation.primitive.multiple_results else [results]
-
-
 # Types
 
 
@@ -217,8 +203,15 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     """The axes over which a value inside `jax.shard_map` may differ between devices."""
     if versions.JAX < versions.DEVICES:
         return frozenset()
-    kind: Any = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
-    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+    kind: Any = leaf if isinstance(leaf, ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    varying = kind.manual_axis_type and kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    return frozenset(varying or ())  # a `jax.ShapeDtypeStruct` need not say it
+
+
+def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(leaf, tuple(axes), to="varying")
+    return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
 
 
 KNOWS_DEVICES = versions.JAX >= versions.DEVICES  # whether it is asked for more than one device
@@ -228,22 +221,6 @@ def mesh_of_type(leaf: Any) -> Any:
     """The mesh that the type of an array names; None where types name none."""
     kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else None
     return getattr(getattr(kind, "sharding", None), "mesh", None)
-
-
-def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(leaf, tuple(axes), to="varying")
-    return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
-
-
-def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-    """Marks all values as varying along each axis along which one of them, or of `like`, varies.
-
-    An operation takes no others in `jax.shard_map`.
-    """
-    union = frozenset[str]().union(*map(varying_axes, (*values, *like)))
-    missing = [union - varying_axes(value) for value in values]
-    return [as_varying(value, sorted(over)) if over else value for value, over in zip(values, missing, strict=True)]
 
 
 def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:

@@ -58,6 +58,18 @@ def may_be_clamped(equation: Any) -> bool:
     return not all(map(known, starts, limits))
 
 
+def collective_axes(equation: Any) -> tuple[str, ...]:
+    """The axes of a mesh along which an equation itself takes something from other devices."""
+    if equation.primitive.name in _ALONE:
+        return ()
+    named = (equation.params.get(key) for key in ("axes", "axis_name"))
+    each = (name for names in named for name in (names if isinstance(names, list | tuple) else (names,)))
+    return tuple(name for name in each if isinstance(name, str))
+
+
+_ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from other devices
+
+
 def has_loop(equation: Any) -> bool:
     """Whether an equation is a loop, or one inside it is."""
     return any(each.primitive.name in ("scan", "while") for each in every_equation(equation))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Any] = compilers.bind) -> list[Any]:
+def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Any] = evaluation.bind) -> list[Any]:
     """Evaluates a traced program; `bind` evaluates one equation."""
     jaxpr, consts = compilers.opened(program)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
@@ -98,7 +98,7 @@ def _inner(equation: Any) -> Callable[..., Any]:
 
 
 def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:
-    return tuple(compilers.bind(equation, values))
+    return tuple(evaluation.bind(equation, values))
 
 
 def _is_float0(leaf: Any) -> bool:

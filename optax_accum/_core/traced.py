@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend import core
 
 from optax_accum._core import dtypes, rules, tracing
-from optax_accum._core.equations import all_equations
+from optax_accum._core.equations import all_equations, collective_axes
 from optax_accum._core.types import Tree
 
 
@@ -40,6 +40,11 @@ class Traced:
     @functools.cached_property
     def has_loop_or_branch(self) -> bool:
         return any(equation.primitive.name in ("scan", "cond") for equation in self.equations)
+
+    @functools.cached_property
+    def collectives(self) -> Sequence[Any]:
+        """The equations that take something from other devices, along the axes of `jax.shard_map`."""
+        return tuple(filter(collective_axes, self.equations))
 
     @functools.cached_property
     def is_short(self) -> bool:
@@ -100,13 +105,13 @@ def _close_over_values(called: Sequence[Any]) -> bool:
     return bool(found) or any(isinstance(const, Tracer) for const in program.consts)
 
 
-def with_backward_pass(program: Any) -> Any:
+def with_backward_pass(program: Any, types: Sequence[Any]) -> Any:
     def run(*values: Any) -> Any:
-        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
+        results, backward = jax.vjp(lambda *values: rules.run(program, values), *values)
         return results, backward([zero(result) for result in results])
 
     def zero(result: jax.Array) -> Any:
         inexact = jnp.issubdtype(result.dtype, jnp.inexact)
         return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
 
-    return jax.make_jaxpr(run)(*program.in_avals)
+    return jax.make_jaxpr(run)(*types)

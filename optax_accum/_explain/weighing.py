@@ -12,9 +12,10 @@ from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows, of_rows
 from optax_accum._core import dtypes, messages
+from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.messages import counted
-from optax_accum._core.types import Name, Tree
+from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._explain.explanation import PLAIN, Weight
 from optax_accum._explain.written import summed
 from optax_accum._loss.parts import Returns
@@ -22,6 +23,7 @@ from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
 from optax_accum._rows.levels import Crossing
+from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Program
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced_call import TracedCall, trace_call, type_of
@@ -147,9 +149,9 @@ class Weigher:
       ValueError: no weight makes micro-batches add up.
     """
 
-    def __init__(self, fun: Callable[..., Any], roles: Roles, *, has_aux: bool):
-        """Reads nothing yet."""
-        self.fun, self.roles, self.has_aux = fun, roles, has_aux
+    def __init__(self, fun: Callable[..., Any], roles: Roles, *, has_aux: bool, axes: Axes = ()):
+        """Reads nothing yet; `axes` are the devices', of which a micro-batch of each one counts by itself."""
+        self.fun, self.roles, self.has_aux, self.axes = fun, roles, has_aux, axes
         self._known: dict[Any, Read | None] = {}
 
     def weight(self, call: Call) -> jax.Array | None:
@@ -183,13 +185,17 @@ class Weigher:
         """Warns where nothing shows that micro-batches of the loss add up, whatever divides it."""
         reasons: Sequence[Reason] = ()
         with contextlib.suppress(Exception):  # what cannot be read, as a loss that communicates, tells nothing
-            reasons = self._subject(call).ask(lambda found: reasons_of(found.levels, 0), integers=True)
+            reasons = self._subject(call).ask(lambda f: [*self._spoken_to(f), *reasons_of(f.levels, 0)], integers=True)
         if reasons:
             messages.warn(
                 "Nothing shows that micro-batches of this loss add up to the whole batch:"
                 f"{_listed(map(str, reasons))}\nIf their sum is meant nevertheless, say how they count: "
                 "weight_fn=lambda batch: 1.0, say."
             )
+
+    def _spoken_to(self, found: TracedCall) -> list[Reason]:
+        along = [each for each in found.traced.collectives if {*self.axes} & {*collective_axes(each)}]
+        return [Reason(f"{each.primitive.name} of the other devices of {self.axes}", place_of(each)) for each in along]
 
     def _subject(self, call: Call) -> Subject:
         """Returns the loss with the types of a call; of two rows, if it has one."""
@@ -200,11 +206,16 @@ class Weigher:
     def _read(self, call: Call) -> Read | None:
         batch, subject = call[call.batch], self._subject(call)
         try:
-            terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)
+            (terms, program), spoken_to = subject.ask(
+                lambda found: ((terms_of(subject, found), found.levels.program), self._spoken_to(found)), integers=True
+            )
         except Exception as error:  # whatever the loss raises for twice as many rows
             lines = str(error).strip().splitlines() or [type(error).__name__]
             rows = counted(count_known_rows(batch), "row")
             _warn([f"for twice its {rows} it is another program: {lines[0]}"], _ROWS)
+            return None
+        if spoken_to:
+            _warn(map(str, spoken_to))
             return None
         found = list((terms or {}).values())
         denominators = [one for term in found for one in term.denominators]

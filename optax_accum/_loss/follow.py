@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._core.equations import (
     all_equations,
     inner_programs,
@@ -53,7 +53,7 @@ def run(traced: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _end(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    return compilers.bind(equation, [used(value) for value in values])
+    return evaluation.bind(equation, [used(value) for value in values])
 
 
 def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -143,7 +143,7 @@ def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not is_cast_down(equation):
         return _end(equation, values)
     (value,) = values
-    return [dataclasses.replace(value, param=compilers.bind(equation, [value.param])[0])]
+    return [dataclasses.replace(value, param=evaluation.bind(equation, [value.param])[0])]
 
 
 def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -154,7 +154,7 @@ def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     where = _clamped(equation, starts) if may_be_clamped(equation) else starts
 
     def part(leaf: Any) -> Any:
-        return compilers.bind(equation, [leaf, *where])[0]
+        return evaluation.bind(equation, [leaf, *where])[0]
 
     return [Lent(part(value.param), value.sink._replace(grad=part(value.sink.grad)), is_reference=False)]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows.program import Constant, Equation, Number
 
 MOST = 64  # entries of an array that is computed
@@ -31,8 +31,8 @@ def computed(equation: Equation, numbers: Sequence[Constant | Number | None]) ->
         return None
     try:
         with jax.ensure_compile_time_eval():
-            single = compilers.bind(equation.single, [jnp.asarray(number.array) for number in given])
-            double = compilers.bind(equation.double, [jnp.asarray(number.double) for number in given])
+            single = evaluation.bind(equation.single, [jnp.asarray(number.array) for number in given])
+            double = evaluation.bind(equation.double, [jnp.asarray(number.double) for number in given])
     except Exception:  # what only a compiler understands, as a sharding
         return None
     return [Constant(a, None, b) for a, b in zip(map(np.asarray, single), map(np.asarray, double), strict=True)]

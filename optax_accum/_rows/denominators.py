@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows.forms import NONE, TAKES, Extreme, Reason, Sum, Term, extremes_of
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import rule_of
@@ -50,7 +50,7 @@ class Denominator(NamedTuple):
             return env[value] if value in env else jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
 
         for equation in self.keeps:
-            env.update(zip(equation.outs, compilers.bind(equation.single, list(map(read, equation.ins))), strict=True))
+            env.update(zip(equation.outs, evaluation.bind(equation.single, list(map(read, equation.ins))), strict=True))
         return jnp.reshape(env[self.keeps[-1].outs[0]], ()).astype(count.dtype) if self.keeps else count
 
 
@@ -167,7 +167,7 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
 
     for equation in program.equations:
         if equation in needed:
-            env.update(zip(equation.outs, compilers.bind(equation.single, list(map(read, equation.ins))), strict=True))
+            env.update(zip(equation.outs, evaluation.bind(equation.single, list(map(read, equation.ins))), strict=True))
     count = jnp.reshape(read(of.value), ())
     count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
     for base, exponent in of.powers:

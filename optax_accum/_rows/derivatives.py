@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._core.equations import all_equations, inner_programs
 from optax_accum._rows import moving
 from optax_accum._rows.moving import Moves
@@ -63,6 +63,6 @@ def _of_moving(eqn: Any, moves: Sequence[bool], values: Sequence[Any]) -> tuple[
 
     def fun(*given: Any) -> list[Any]:
         rest = iter(given)
-        return list(compilers.bind(eqn, [next(rest) if m else v for v, m in zip(values, moves, strict=True)]))
+        return list(evaluation.bind(eqn, [next(rest) if m else v for v, m in zip(values, moves, strict=True)]))
 
     return fun, [value for value, m in zip(values, moves, strict=True) if m]

@@ -49,6 +49,15 @@ def _sum(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | 
     return added(forms)
 
 
+def _from_devices(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """Values of other devices, moved or added: of no one count, where each device may have a count of its own."""
+    for by in (by for form in forms for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
+        (term, *_) = reading.form(by.value).sums
+        text = f"{equation.name} of what a {name_of(term)} divides: each device may have another"
+        return added(forms).because(Reason(text, equation.place))
+    return added(forms)
+
+
 def _product(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
     for place, other in enumerate(forms):
         form, scalar = forms[1 - place], reading.scalar(equation.ins[place])
@@ -182,6 +191,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
     **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), _product),
     **dict.fromkeys(("eq", "ne", "gt", "ge", "lt", "le"), _compared),
+    **dict.fromkeys(("psum", "psum_invariant", "ppermute", "pbroadcast", "reduce_scatter"), _from_devices),
+    **dict.fromkeys(("all_to_all", "all_gather", "all_gather_invariant", "all_gather_reduced"), _from_devices),
     "convert_element_type": _cast,
     "cond": _branched,
     "div": _quotient,

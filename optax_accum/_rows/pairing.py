@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._core.equations import operands
 from optax_accum._rows import locality
 from optax_accum._rows.own_rows import of_own_rows
@@ -183,7 +183,7 @@ def _as_one(equations: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any]
             return atom.val if isinstance(atom, core.Literal) else env[atom]
 
         for equation in equations:
-            env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
+            env.update(zip(equation.outvars, evaluation.bind(equation, list(map(read, equation.invars))), strict=True))
         return [env[var] for var in gives]
 
     (call,) = jax.make_jaxpr(jax.jit(run))(*(_struct(var.aval, var.aval.shape) for var in takes)).eqns

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import derivatives, locality
 from optax_accum._rows.traces import Rows, axis_of, in_step, view_of
@@ -52,15 +52,16 @@ def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
     of_name = NESTED.get(single.primitive.name)
     if of_name is not None:
         with source_info_util.user_context(single.source_info.traceback):  # for the lines of errors
-            return of_name(single, double, some, compilers.varying_together(values))
+            return of_name(single, double, some, evaluation.varying_as(values, [atom.aval for atom in single.invars]))
     params = {key: _resized(value, double.params.get(key), some) for key, value in single.params.items()}
-    return compilers.bind(single.replace(params=params), values)
+    return evaluation.bind(single.replace(params=params), values)
 
 
 def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
     """Evaluates a program that treats rows one by one; `taken` may change an equation's operands."""
     (program, consts), (of_double, _) = compilers.opened(single), compilers.opened(double)
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
+    more = evaluation.varying_more(values, [var.aval for var in program.invars])
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -72,7 +73,7 @@ def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..
         has_none = not view.has_rows and not view.makes_rows
         results = evaluate(a, a, some.all_rows, operands) if has_none else evaluate(a, b, some, operands)
         env.update(zip(a.outvars, results, strict=True))
-    return compilers.varying_together(list(map(read, program.outvars)), like=values)
+    return evaluation.varying_as(list(map(read, program.outvars)), [atom.aval for atom in program.outvars], more)
 
 
 def _resized(single: Any, double: Any, some: Some) -> Any:

@@ -193,6 +193,36 @@ def drawn(rule: Rule) -> Rule:
     return lambda view: draws.is_threefry(view.single.invars[0].aval) and rule(view)
 
 
+# Rules for equations that take something from other devices, along axes of a mesh: of each row, the same row's. Who has
+# other rows is no question of the table: along the axes of rows, no loss is read (`_within/whole_batch`).
+
+
+def joined(view: View) -> bool:
+    """The rule of `psum`: an array's own axes may be named, too, as `jax.vmap(axis_name=)` leaves them."""
+    own = {axis for axis in view.params["axes"] if isinstance(axis, int)}
+    return _one(view.ins) and all(
+        axis is not None and axis not in own and out == axis - sum(other < axis for other in own)
+        for axis, out in zip(view.ins, view.outs, strict=True)
+    )
+
+
+def all_gathered(view: View) -> bool:
+    (axis,), at = view.ins, view.params["all_gather_dimension"]
+    if view.params["tiled"]:
+        return axis != at and view.outs[0] == axis
+    return axis is not None and view.outs[0] == axis + (at <= axis)
+
+
+def reduce_scattered(view: View) -> bool:
+    (axis,), at = view.ins, view.params["scatter_dimension"]
+    return axis is not None and axis != at and view.outs[0] == axis - (at < axis and not view.params["tiled"])
+
+
+def all_to_all(view: View) -> bool:
+    axis = view.ins[0]
+    return axis not in (view.params["split_axis"], view.params["concat_axis"]) and view.outs[0] == axis
+
+
 # Rules for equations that reduce rows in parts
 
 

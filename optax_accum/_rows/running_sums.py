@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import is_checkpoint, operands
 from optax_accum._rows import locality
@@ -122,7 +122,7 @@ def _evaluated(
 def _of_equation(equation: Any, values: list[Any]) -> Sequence[Any]:
     carried = [value for value in values if isinstance(value, Carried)]
     if not carried:
-        return compilers.bind(equation, values)
+        return evaluation.bind(equation, values)
     name = equation.primitive.name
     if name in ("add", "add_any") and len(carried) == 1:
         (other,) = (value for value in values if value is not carried[0])

@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from optax_accum._core import compilers, rules
-from optax_accum._core.equations import every_equation, inner_programs
+from optax_accum._core.equations import collective_axes, every_equation, inner_programs
 from optax_accum._core.types import Axes
 from optax_accum._space import mapped
 
@@ -128,10 +128,9 @@ def _other(course: Course, equation: Any, differ: Differ) -> Differ:
 
 def _agrees(course: Course, equation: Any) -> bool:
     """Whether an equation joins the values of all devices: all have the same result."""
-    params = equation.params
     joins = equation.primitive.name.startswith(("psum", "pmax", "pmin", "all_gather"))
-    names = {name for key in ("axes", "axis_name") for name in mapped.names(params.get(key))}
-    return joins and set(course.axes) <= names and params.get("axis_index_groups") is None
+    of_all = set(course.axes) <= set(collective_axes(equation))
+    return joins and of_all and equation.params.get("axis_index_groups") is None
 
 
 def _grows(old: Differ, new: Differ) -> bool:

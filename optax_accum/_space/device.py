@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers
+from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
@@ -29,6 +30,7 @@ class Device:
       endings: which windows end with a backward pass that adds gradients over the devices.
       shards: by name, how the arguments are sharded of which each device has a shard.
       alike: the axes along which devices have the same arguments, but for their rows and keys.
+      apart: the axes along which each device has a batch, and a loss, of its own.
     """
 
     axes: Axes = ()
@@ -37,6 +39,7 @@ class Device:
     endings: Endings = dataclasses.field(default_factory=Endings)
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
     alike: Axes = ()
+    apart: Axes = ()
 
     @property
     def count(self) -> int:
@@ -67,6 +70,23 @@ class Device:
     def vary(self, tree: Tree) -> Tree:
         """Marks values as ones that may differ between devices."""
         return mapped.varying(tree, self.axes)
+
+    def has_own(self, leaf: Any) -> bool:
+        """Whether the type of a value tells that each device may have another."""
+        return mapped.differs(leaf, self.axes)
+
+    def other_axes(self, leaf: Any) -> frozenset[str]:
+        """The axes of `jax.shard_map`, but for the devices', along which a value may differ."""
+        return compilers.varying_axes(leaf) - {*self.axes, *self.apart}
+
+    def differs_elsewhere(self, kind: Any, loss: Traced) -> bool:
+        """Whether a value may differ along other axes of `jax.shard_map`, over which the loss communicates."""
+        untold = (not mapped.tells_apart(collective_axes(equation)) for equation in loss.collectives)
+        return bool(self.other_axes(kind)) or any(untold)
+
+    def added_elsewhere(self, value: jax.Array) -> jax.Array:
+        """Adds a value along the other axes along which it differs: what is the same there must not count twice."""
+        return jax.lax.psum(value, tuple(sorted(axes))) if (axes := self.other_axes(value)) else value
 
     def gathers(self, name: Name, arg: Tree) -> Tree:
         """For each leaf of an argument, the function that gathers it from the devices' shards, if it has some."""
@@ -138,14 +158,15 @@ class Device:
         """Adds a value over the devices that share one batch."""
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
-    def is_spoken_to(self, loss: Traced) -> bool:
-        """Whether a loss communicates with other devices by itself."""
-        return mapped.communicates(loss)
-
     # A loss that communicates has one gradient with the losses of other devices, also where they weigh differently.
 
-    def _couples(self, loss: Traced) -> bool:
-        return bool(self.axes) and mapped.communicates(loss, self.axes)
+    def communicates(self, loss: Traced) -> bool:
+        """Whether a loss takes something from the other devices; along other axes it may do so, row by row."""
+        return bool(self.collectives(loss))
+
+    def collectives(self, loss: Traced) -> list[Any]:
+        """The equations by which a loss takes something from the other devices."""
+        return mapped.collectives(loss, self.axes)
 
     def agreed(self, loss: Traced, alive: Tree) -> Tree:
         """Which micro-batches run: if the loss communicates, all devices run each one that any device runs.
@@ -153,7 +174,7 @@ class Device:
         Raises if per-device gradients are asked of such a loss: it has one joint gradient, which no per-device weight
         can scale.
         """
-        if not self._couples(loss):
+        if not self.communicates(loss):
             return alive
         if not self.one_batch:
             raise ValueError(
@@ -165,7 +186,7 @@ class Device:
 
     def runs_together(self, loss: Traced) -> bool:
         """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
-        return bool(self.axes) and not self._couples(loss) and mapped.may_wait_for_all(loss)
+        return bool(self.axes) and not self.communicates(loss) and mapped.may_wait_for_all(loss)
 
     def in_step(
         self, fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree]
@@ -192,7 +213,7 @@ class Device:
         def unscaled(weight: Any) -> Any:
             return (weight, 1.0)
 
-        if not self._couples(loss):
+        if not self.communicates(loss):
             return unscaled
         # A Python number is the number of rows, which all devices have alike.
         return lambda weight: shared(weight) if isinstance(weight, jax.Array) else unscaled(weight)
@@ -200,7 +221,7 @@ class Device:
     def check_loss(self, loss: Traced, types: Sequence[Any]) -> None:
         """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""
         same = not any(mapped.differs(kind, self.axes) for kind in types)
-        if same and self._couples(loss) and mapped.tells_apart(self.axes):
+        if same and self.communicates(loss) and mapped.tells_apart(self.axes):
             raise ValueError(
                 f"With devices, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, dtypes
-from optax_accum._core.equations import all_equations
+from optax_accum._core import compilers, dtypes, evaluation
+from optax_accum._core.equations import all_equations, collective_axes
 from optax_accum._core.leaves import parted
 from optax_accum._core.traced import Traced, with_backward_pass
 from optax_accum._core.types import Axes, Tree
@@ -137,7 +137,8 @@ def check_nested(loss: Traced, axes: Axes) -> None:
     """
     if not any(equation.primitive.name == "shard_map" for equation in loss.equations):
         return
-    for equation in all_equations(with_backward_pass(loss.program).jaxpr):
+    types = [evaluation.varying_type(kind, axes) for kind in loss.program.in_avals]
+    for equation in all_equations(with_backward_pass(loss.program, types).jaxpr):
         if equation.primitive.name == "shard_map" and any(
             set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec
         ):
@@ -205,10 +206,9 @@ def tells_apart(axes: Axes) -> bool:
     return differs(jax.lax.axis_index(axes), axes)
 
 
-def communicates(loss: Traced, axes: Axes | None = None) -> bool:
-    """Whether a loss takes values from other devices, inside `jax.shard_map`, along these axes, or any."""
-    communicating = set(_communicating(loss))
-    return bool(communicating if axes is None else communicating & set(axes))
+def collectives(loss: Traced, axes: Axes) -> list[Any]:
+    """The equations of a loss that take values from other devices along these axes, inside `jax.shard_map`."""
+    return [equation for equation in loss.collectives if not set(axes).isdisjoint(collective_axes(equation))]
 
 
 def may_wait_for_all(loss: Traced) -> bool:
@@ -217,22 +217,7 @@ def may_wait_for_all(loss: Traced) -> bool:
     A collective over one axis may need the devices of all: a permute does. Over axes that are not manual, compilers put
     collectives in as they like.
     """
-    return bool(meshes.partitioned_axes()) or any(_communicating(loss))
-
-
-def _communicating(loss: Traced) -> Iterator[str]:
-    """Yields the axes over which a loss communicates."""
-    for equation in loss.equations:
-        if equation.primitive.name not in _ALONE:
-            named = *names(equation.params.get("axes")), *names(equation.params.get("axis_name"))
-            yield from (name for name in named if isinstance(name, str))
-
-
-def names(axes: Any) -> tuple[Any, ...]:
-    return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
-
-
-_ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from other devices
+    return bool(meshes.partitioned_axes()) or bool(loss.collectives)
 
 
 def as_row(local: Tree) -> Tree:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, rules
+from optax_accum._core import compilers, evaluation, rules
 from optax_accum._core.equations import inner_programs
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Axes, Tree
@@ -75,14 +75,14 @@ class Together:
         """Evaluates one equation; a program inside it anew, where its types no longer tell which values differ."""
         changes = self.course.changes(equation)
         if not changes and not (any(inner_programs(equation)) and self._differ_more(equation, values)):
-            return compilers.bind(equation, values)
+            return evaluation.bind(equation, values)
         name = equation.primitive.name
         evaluate = _CALLS.get(name, _of_rule if rules.has_rule(equation) else None)
         if evaluate is not None:
-            return evaluate(self, equation, compilers.varying_together(values))
+            return evaluate(self, equation, evaluation.varying_together(values))
         if changes:
             self.refuse(equation, f"{name!r} calls them, and cannot be run otherwise")
-        return compilers.bind(equation, values)
+        return evaluation.bind(equation, values)
 
     def is_decided(self, equation: Any) -> bool:
         return id(equation) in self.course.decided
@@ -126,7 +126,7 @@ def _while(devices: Together, equation: Any, values: Values) -> Values:
     def step(state: Any) -> Any:
         _, more, carry = state
         after = devices.run(params["body_jaxpr"], [*values[of_cond:of_body], *carry])
-        after = compilers.varying_together(after, like=values)
+        after = evaluation.varying_together(after, like=values)
         if decided or batched:
             after = [_where(more, new, old) for new, old in zip(after, carry, strict=True)]
         return state_of(after)
@@ -142,7 +142,7 @@ def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """New values for the rows that go on."""
     if more.ndim:
         more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
-    return jax.lax.select(*compilers.varying_together([more, new, old]))
+    return jax.lax.select(*evaluation.varying_together([more, new, old]))
 
 
 def _cond(devices: Together, equation: Any, values: Values) -> Values:
@@ -172,7 +172,7 @@ def _if_taken(taken: jax.Array, value: Any) -> Any:
 
 
 def _alike(results: Values, values: Values) -> list[Any]:
-    return compilers.varying_together(results, like=values)
+    return evaluation.varying_together(results, like=values)
 
 
 def _listed(effects: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, convolutions, tracing
+from optax_accum._core import compilers, convolutions, evaluation, tracing
 from optax_accum._rows import derivatives, faults, locality, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop
@@ -93,7 +93,7 @@ def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
     elif store.device.is_alone:
-        results = _in_step(equation, functools.partial(compilers.bind, equation.single), store.device, values)
+        results = _in_step(equation, functools.partial(evaluation.bind, equation.single), store.device, values)
     else:
         results = _over_devices(equation, levels.kinds[equation], store, values)
     store.values.update(zip(equation.outs, results, strict=True))
@@ -245,14 +245,16 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
     params, inner = equation.single.params, inside_layers(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.single)
-    values = compilers.varying_together(values)
+    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
+    more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])
+    body = compilers.opened(params["jaxpr"])[0]
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x], once=store.once)
-        out = compilers.varying_together(out, like=[*start, *fixed])
+        out = evaluation.varying_as(out, [atom.aval for atom in body.outvars], more)
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +51,7 @@ class Cut:
     weighing: ByShare
     alive: Alive
     shapes: Parts  # that `fun` returns for a full micro-batch
+    types: Sequence[Any]  # of its leaves, inside `jax.shard_map`
     outputs: reductions.Outputs  # how each auxiliary output is reduced
     empty: Tree  # the accumulator before the first micro-batch
     kinds: Tree  # the reduction of each leaf's gradients
@@ -153,7 +155,6 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     again = again or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     static = again or rules.in_place is False
     shapes, types = traced.shapes, traced.program.out_avals
-    device.check_axes(types)
     device.check_nested(traced)
     device.check_loss(traced, types[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
@@ -179,6 +180,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
         weighing=weighing,
         alive=alive,
         shapes=shapes,
+        types=types,
         outputs=outputs,
         empty=empty,
         kinds=kinds,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows import derivatives, faults, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -45,7 +45,7 @@ class End:
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
         zeros = [meshes.filled([], leaf, 0) for leaf in types]
-        self.still = compilers.varying_together([*zeros, *self.params])[: len(zeros)]
+        self.still = [traced.device.vary(leaf) for leaf in evaluation.varying_as(zeros, types)]
         given = _chosen(self.still, self.inexact)
         others = _chosen(self.still, [not moves for moves in self.inexact])
         params = _chosen(self.params, self.of_params)
@@ -90,6 +90,8 @@ class End:
         at = is_zero.index(False)
         if is_zero.count(False) != 1 or given[at].shape or any(map(derivatives.has_backward, self.loop.equations)):
             return None, None  # a rule of the user's may do anything with cotangents: it needs them as they are
+        if self.traced.device.differs_elsewhere(self.gradient.out_avals[at], self.traced.traced):
+            return None, None  # a backward pass adds cotangents of other devices to its own: each with its factor
         return self._given(
             [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]
         ), at
@@ -220,5 +222,5 @@ def _run(traced: Any, values: Leaves, wanted: Sequence[int]) -> list[Any]:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
     for equation in reversed(needed):
-        env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
+        env.update(zip(equation.outvars, evaluation.bind(equation, list(map(read, equation.invars))), strict=True))
     return [jnp.asarray(read(atom)) for atom in outputs]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, flags, memory, tracing
+from optax_accum._core import compilers, dtypes, evaluation, flags, memory, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
 from optax_accum._space import meshes
@@ -90,7 +90,7 @@ def mapped_once(
         def iteration(_: None, slices: Any) -> Any:
             return None, fun(constants, shared, *slices)
 
-        _, results = _stacked(iteration, None, (jnp.arange(count), xs), to_host, like=(constants, shared))
+        _, results = _stacked(iteration, None, (jnp.arange(count), xs), to_host)
         return results, shared, passed(xs)
 
     def forward(*args: Any) -> Any:
@@ -118,7 +118,7 @@ def mapped_once(
             of_x = [grad + next(rest) if added else grad for grad, added in zip(of_x, adds, strict=True)]
             return list(map(jnp.add, totals, of_shared)), of_x
 
-        totals, of_xs = _stacked(iteration, totals, (jnp.arange(count), xs, cotangents, later), to_host, like=args)
+        totals, of_xs = _stacked(iteration, totals, (jnp.arange(count), xs, cotangents, later), to_host)
         grads = iter([*totals, *of_xs])
         return None, *jax.tree.map(lambda leaf: next(grads) if is_inexact(leaf) else None, (shared, xs))
 
@@ -129,11 +129,11 @@ def mapped_once(
 
 
 def _stacked(
-    iteration: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool], like: Any
+    iteration: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool]
 ) -> tuple[Any, list[jax.Array]]:
     """Like `jax.lax.scan`; its buffers begin with a number of the last leaf of `xs`, or on the host.
 
-    All of its arrays may differ between devices where `like` does.
+    Each array differs between devices where an iteration's does, and along no other axes.
     """
     leaves = jax.tree.leaves(xs)
     count, last = len(leaves[0]), leaves[-1]
@@ -141,15 +141,15 @@ def _stacked(
     def slices(index: Any) -> Any:
         return memory.to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
 
-    shapes = jax.eval_shape(iteration, carry, slices(0))[1]
+    after, shapes = jax.eval_shape(iteration, carry, slices(0))
+    carry = jax.tree.map(lambda leaf, kind: evaluation.varying_as([leaf], [kind])[0], carry, after)
     explicit = compilers.explicit_sharding(last) is not None  # its first number is on one device alone
     begin = jnp.zeros([]) if explicit or not last.size or compilers.on_host(last) else jnp.real(last.ravel()[0])
-    numbers = carry, begin, jnp.zeros([])
-    numbers = compilers.varying_together(jax.tree.leaves(numbers), like=[*leaves, *jax.tree.leaves(like)])
-    carry, begin, zero = jax.tree.unflatten(jax.tree.structure((carry, 0, 0)), numbers)
 
     def empty(row: Any, on_host: bool) -> jax.Array:
-        buffer = meshes.filled([count], row, zero if on_host else begin)
+        differs_more = compilers.varying_axes(begin) - compilers.varying_axes(row)
+        (number,) = evaluation.varying_as([jnp.zeros([]) if on_host or differs_more else begin], [row])
+        buffer = meshes.filled([count], row, number)
         return compilers.moved(buffer, to_host=True) if on_host else buffer
 
     def stored(buffer: jax.Array, row: jax.Array, index: Any, on_host: bool) -> jax.Array:

@@ -9,10 +9,12 @@ import jax
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes, tracing
+from optax_accum._core.types import Tree
 from optax_accum._loss.parts import Parts
 from optax_accum._loss.weighing import divided
+from optax_accum._space.device import Device
 from optax_accum._within import gradients, microbatches, reductions
-from optax_accum._within.cut import cut
+from optax_accum._within.cut import Sums, cut
 from optax_accum._within.rules import CallRules, as_rules
 
 
@@ -38,7 +40,7 @@ def added_up(rules: CallRules, call: Call) -> tuple[Any, Any]:
     again = tracing.is_again(list(call.arguments.values()))
     call = microbatches.checked_batch(call, rules.sizes)
     space = rules.space(call[call.params])
-    local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
+    local, carry = space.run(functools.partial(_of_device, rules, again), call)
     outputs = jax.tree.map(space.output, reductions.over_devices(rules.aux_reduction, local.outputs), local.outputs)
     loss, grads = space.total(local.loss), space.reduced(local.grads)[0]
     loss, grads = divided((loss, grads), space.total(local.counted))
@@ -49,3 +51,9 @@ def added_up(rules: CallRules, call: Call) -> tuple[Any, Any]:
     grads = gradients.over_devices(kinds, space, local.grads, grads, call[call.params])
     grads = dtypes.as_gradients(grads, call[call.params], rules.accumulator_dtype)
     return value, grads[0] if rules.single else grads
+
+
+def _of_device(rules: CallRules, again: bool, device: Device, call: Call) -> tuple[Sums, Tree]:
+    micro_batches = cut(rules, device, call, again)
+    device.check_axes(micro_batches.types)
+    return micro_batches.add_up()

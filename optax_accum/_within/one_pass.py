@@ -110,6 +110,7 @@ class OnePass:
         pairs = zip(rows, self.loop.rows, strict=True)
         first = [_units_first(row, axis_of(value), len(numbers)) for row, value in pairs]
         products = map(_product, (*self.cotangents.parts, *batch["cotangents"]), (*parts, *first))
+        products = map(self.traced.device.added_elsewhere, products)
         share = self.weight(batch) / (self.total * units.devices)
         return sum(products, jnp.zeros([])) / share, Given(parts, first)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import dtypes
+from optax_accum._core import dtypes, evaluation
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
@@ -46,7 +46,10 @@ class Outputs(NamedTuple):
 
     def start(self) -> Tree:
         def start(reduction: Reduction, shape: Any) -> Any:
-            return reduction.start(shape, self.split)
+            def differing(leaf: jax.Array) -> jax.Array:
+                return evaluation.varying_as([leaf], [shape])[0]
+
+            return jax.tree.map(differing, reduction.start(shape, self.split))
 
         return jax.tree.map(start, self.reductions, self.shapes)
 

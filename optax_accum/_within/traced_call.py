@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_known_rows, is_split
-from optax_accum._core import compilers, messages, tracing
+from optax_accum._core import compilers, evaluation, messages, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
@@ -84,7 +84,13 @@ def trace_call(
     in_batch = [name in call.batch for name in owner]
 
     def types(rows: int) -> list[Any]:
-        return [type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+        """With the axes of `jax.shard_map` along which each varies, but for the devices': here are the rows of all."""
+        sizes = [
+            type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)
+        ]
+        return [
+            evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)
+        ]
 
     try:
         single = trace(of_arrays, types(rows))

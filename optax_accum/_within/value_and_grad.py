@@ -1,5 +1,6 @@
 """`value_and_grad`: value and gradient of a batch, micro-batch by micro-batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.one_by_one import added_up
 from optax_accum._within.rules import CallRules, as_rules
-from optax_accum._within.whole_batch import UnreadableError
+from optax_accum._within.separate import UnreadableError
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
@@ -63,9 +64,10 @@ def value_and_grad(
 
     Micro-batches that count each by itself (ghost BatchNorm) are another
     mean: `jax.value_and_grad(optax_accum.accumulate(loss, k))`. A loss that
-    communicates by itself inside `jax.shard_map` is run so, too: its
-    micro-batches are weighed by their rows, and `accumulate` takes other
-    weights and random keys.
+    takes something from the other `devices`, inside `jax.shard_map`, is run
+    so, too, with a warning: its micro-batches are weighed by their rows, and
+    `accumulate` takes other weights and random keys. A collective along any
+    other axis (tensor parallelism) treats rows one by one.
 
     Example:
       A masked mean over normalised rows, with dropout:
@@ -137,7 +139,11 @@ def value_and_grad(
     Guarantees:
       Known when tracing:
 
-      * `aux` is what `fun` returns for the whole batch, to the last leaf.
+      * `aux` is what `fun` returns for the whole batch, to the last leaf;
+        where `fun` takes something from the other devices, an error names
+        each leaf that depends on that, or that nothing joins.
+      * An argument that differs between devices, as its type tells, and is
+        used after a sum over rows: an error.
       * A loss that comes together in its end, and is not linear there (a
         variance, a balance term): a forward pass for the cotangents comes
         first. One that takes rows together earlier (BatchNorm) keeps what
@@ -214,8 +220,10 @@ def value_and_grad(
         call = rules.roles.bind(args, kwargs)
         try:
             return _differentiated(rules, call)
-        except UnreadableError:
-            return _one_by_one(rules, call)
+        except UnreadableError as error:
+            found = _one_by_one(dataclasses.replace(rules, aux_reduction=error.reductions()), call)
+            error.warn()
+            return found
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute

@@ -20,11 +20,13 @@ from optax_accum._loss.parts import Returns
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level, splitting
+from optax_accum._within.alike import check_alike
 from optax_accum._within.by_level import axis_of
 from optax_accum._within.cut import AGAIN, cut
 from optax_accum._within.end import Given
 from optax_accum._within.one_pass import OnePass, one_pass
 from optax_accum._within.rules import CallRules
+from optax_accum._within.separate import UnreadableError
 from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
@@ -37,10 +39,6 @@ _SUM_OVER_ROWS = (
     "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
     "is added in the end. Give the term to the optimizer"
 )
-
-
-class UnreadableError(Exception):
-    """The trace does not tell how micro-batches belong together: they are weighed by their rows."""
 
 
 class Local(NamedTuple):
@@ -65,7 +63,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     """One device's part of the whole batch's value and gradient, and the outputs that all devices have alike.
 
     Raises:
-      UnreadableError: the loss communicates.
+      UnreadableError: the loss takes something from the other devices.
       UndividedError: all rows must run at once, and cannot.
     """
     if not device.one_batch:  # its own batch: nothing is added over devices, parameters' gradients neither
@@ -76,7 +74,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
         return _at_once(rules, device, call, fun)
     try:
-        over = device if device.one_batch else Device(alike=device.alike)
+        over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
         loss = trace_call(fun, call, rules.sizes, call.params, over, rules.crossing)
     except UndividedError as error:
         if not may_run_at_once:
@@ -84,8 +82,12 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    if device.is_spoken_to(loss.traced):
-        raise UnreadableError
+    if collectives := device.collectives(loss.traced):
+        raise UnreadableError(loss, collectives, device, rules.returns)
+    device.check_nested(loss.traced)
+    device.check_axes(loss.traced.program.out_avals)
+    if device.one_batch:
+        check_alike(loss, device, call)
     once = one_pass(loss)
     if once is None:
         return _in_levels(rules, device, call, loss, again)
@@ -213,7 +215,6 @@ def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree
     """Splits outputs: one device's own, and the ones that all have alike; None stands for the others."""
     leaves = jax.tree.leaves(outputs)
     if device.is_alone:
-        device.check_axes(leaves)
         return loss.returned([None] * len(leaves)), outputs
     values = loss.levels.program.outputs
     mine: list[Any] = [None] * len(leaves)

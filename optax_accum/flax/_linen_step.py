@@ -17,8 +17,8 @@ from optax_accum._core.types import Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.one_by_one import one_by_one
+from optax_accum._within.separate import UnreadableError
 from optax_accum._within.value_and_grad import of_whole_batch
-from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._calls import StepWeighing
@@ -129,7 +129,7 @@ def train_step(
         _check_key(key)
         own = _calls.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
-        weigher = Weigher(with_outputs, roles, has_aux=True)
+        weigher = Weigher(with_outputs, roles, has_aux=True, axes=_calls.devices_of(own).axes)
         call = roles.bind((state.params, batch, key, still), {})
         weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call, own)
         sums, grads = computed(own, weighing, state.params, batch, key, still)

@@ -1,6 +1,5 @@
 """The gradient of an NNX module within a call."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -10,12 +9,12 @@ from flax import nnx
 
 import optax_accum
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._space.device import Device
 from optax_accum._space.devices import with_replicated
 from optax_accum._within import one_by_one as weighed
-from optax_accum._within.whole_batch import UnreadableError
+from optax_accum._within.separate import UnreadableError
 from optax_accum.flax import _calls
 from optax_accum.flax._nnx_module import Module
 
@@ -88,9 +87,13 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        with contextlib.suppress(UnreadableError):
+        try:
             return whole(*args, **kwargs)
-        return separate(*args, **kwargs)
+        except UnreadableError as error:
+            own = error.reductions(lambda aux: aux[0])  # the rest is the model's state
+            found = one_by_one(fun, **options, aux_reduction=own)(*args, **kwargs)
+            error.warn()
+            return found
 
     return run
 
@@ -135,14 +138,14 @@ def one_by_one(
     return run
 
 
-def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Weigher:
+def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any, axes: Axes) -> Weigher:
     """A `Weigher` that reads the loss of `fun`, which has auxiliary outputs, as a function of arrays."""
     module = Module(Roles(fun).bind((model, batch), {}), wrt, Device())
 
     def loss(model: Any, batch: Tree, stats: Any, rest: Any) -> tuple[Any, Any]:
         return module.loss(fun, True, (model, stats, rest), {1: batch})
 
-    return Weigher(loss, Roles(loss), has_aux=True)
+    return Weigher(loss, Roles(loss), has_aux=True, axes=axes)
 
 
 def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Call:

@@ -12,7 +12,7 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
-from optax_accum._within.whole_batch import UnreadableError
+from optax_accum._within.separate import UnreadableError
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._calls import StepWeighing
 from optax_accum.flax._nnx import call_of_arrays, one_by_one, value_and_grad, weigher, whole_batch
@@ -118,7 +118,7 @@ def train_step(
         opt_state = as_pure(optimizer.opt_state)
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         call = call_of_arrays(with_metrics, model, batch, wrt)
-        of_loss = weigher(with_metrics, model, batch, wrt)
+        of_loss = weigher(with_metrics, model, batch, wrt, _calls.devices_of(placed).axes)
         weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call, placed)
         (sums, rows), grads = computed(placed, weighing, model, batch)
         totals, rows = _calls.over_devices((sums, rows), placed)

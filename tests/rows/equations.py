@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, evaluation
 from optax_accum._rows import locality, resized
 from optax_accum._rows.program import Equation, Program, Value
 from optax_accum._rows.registry import known
@@ -141,7 +141,7 @@ def _known(value):
 
 
 def _results(eqn, operands):
-    computed = functools.cache(lambda: compilers.bind(eqn, [operand() for operand in operands]))
+    computed = functools.cache(lambda: evaluation.bind(eqn, [operand() for operand in operands]))
     return [lambda i=i: computed()[i] for i in range(len(eqn.outvars))]
 
 
@@ -159,7 +159,7 @@ def places(units, length, number):
 
 def of_some(found):
     """The results of the equation for some rows, and these rows of its results for all: (got, want)."""
-    view, whole, units = found.view, compilers.bind(found.single, found.values), [2, 0]
+    view, whole, units = found.view, evaluation.bind(found.single, found.values), [2, 0]
     values = [some(value, axis, units) for value, axis in zip(found.values, view.ins, strict=True)]
     got = resized.evaluate(found.single, found.double, resized.Some(ROWS, 4), values)
     return list(got), [some(all_rows, axis, units) for all_rows, axis in zip(whole, view.outs, strict=True)]
@@ -167,7 +167,7 @@ def of_some(found):
 
 def of_parts(found):
     """The parts of the equation, joined, and the equation: (got, want). Filled rows count for nothing."""
-    return _joined_parts(found, 4, found.values), compilers.bind(found.single, found.values)
+    return _joined_parts(found, 4, found.values), evaluation.bind(found.single, found.values)
 
 
 def _joined_parts(found, number, values):
@@ -215,7 +215,7 @@ def with_gradient(found, run, cotangents, moves):
 
 
 def at_once(found):
-    return lambda values: compilers.bind(found.single, values)
+    return lambda values: evaluation.bind(found.single, values)
 
 
 def random_cotangents(found):

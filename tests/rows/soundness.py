@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._arguments.roles import Roles
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -99,7 +99,7 @@ def _differences(call: TracedCall, checked: Sequence[Equation], arrays: Sequence
     found = []
     for equation, kind in call.levels.kinds.items():
         values = [jnp.asarray(v.array) if isinstance(v, Constant | Number) else env[v] for v in equation.ins]
-        whole = compilers.bind(equation.single, values)
+        whole = evaluation.bind(equation.single, values)
         env.update(zip(equation.outs, whole, strict=True))
         if equation in checked:
             moves = [value in call.levels.moving for value in equation.ins]
@@ -120,7 +120,7 @@ def _difference(
         return [next(rest) if moving else leaf for leaf, moving in zip(values, moves, strict=True)]
 
     def at_once(given: Sequence[Any]) -> list[Any]:
-        return list(compilers.bind(equation.single, put(given)))
+        return list(evaluation.bind(equation.single, put(given)))
 
     def in_parts(given: Sequence[Any]) -> list[Any]:
         store = by_level.Store(units, Device(), dict(zip(equation.ins, put(given), strict=True)))

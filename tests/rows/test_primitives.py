@@ -410,7 +410,10 @@ OF_OTHER_VERSIONS = {  # names that no function of this JAX traces, or another o
 }
 
 
-COLLECTIVES = {"pcast", "pvary", "psum", "psum_invariant"}  # see tests/space
+COLLECTIVES = {  # see tests/space/test_other_axes.py
+    *("pcast", "pvary", "psum", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast", "reduce_scatter"),
+    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all"),
+}
 EQUINOX = {  # see tests/rows/test_equinox.py
     *("maybe_set", "nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap", "vprim"),
     *("unvmap_all", "unvmap_any", "unvmap_max"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_accum._core import compilers
+from optax_accum._core import evaluation
 from optax_accum._rows import draws, primitives, registry, rules
 from optax_accum._rows.registry import Known, Positional, Reduction, known
 from tests.rows import equations, variants
@@ -140,7 +140,7 @@ def sides(found):
 
         def at(change, group=group):
             values = [change(v, place) if place in group else v for place, v in enumerate(found.values)]
-            return [out for out in compilers.bind(found.single, values) if jnp.issubdtype(out.dtype, jnp.inexact)]
+            return [out for out in evaluation.bind(found.single, values) if jnp.issubdtype(out.dtype, jnp.inexact)]
 
         first, second = at(lambda value, place: value), at(lambda value, place, others=others: others[place])
         both = at(lambda value, place, others=others: value + others[place])

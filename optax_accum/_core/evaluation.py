@@ -1,0 +1,65 @@
+"""Equations of a traced program, evaluated; and along which axes of `jax.shard_map` their operands' types differ.
+
+A trace of the rows of all devices has no axis of these: values that are evaluated vary along more axes than in it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import compilers
+
+
+def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one equation of a traced program."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
+        values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
+    values = varying_as(values, [atom.aval for atom in equation.invars])
+    if equation.primitive.name == "pvary":  # which takes no value that varies already, as one evaluated here may
+        return varying_together(values, like=[var.aval for var in equation.outvars])
+    with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *values, **params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
+    """Marks all values as varying along each axis along which one of them, or of `like`, varies.
+
+    An operation takes no others in `jax.shard_map`.
+    """
+    union = frozenset[str]().union(*map(compilers.varying_axes, (*values, *like)))
+    missing = [union - compilers.varying_axes(value) for value in values]
+    return [
+        compilers.as_varying(value, sorted(over)) if over else value
+        for value, over in zip(values, missing, strict=True)
+    ]
+
+
+def varying_as(values: Sequence[Any], kinds: Sequence[Any], more: frozenset[str] | None = None) -> list[Any]:
+    """Values of a traced program, each varying along the axes that its type in the trace has, and along `more`.
+
+    By default those are the axes along which one of them varies, and its type in the trace does not: a trace of the
+    rows of all devices has no axis of these.
+    """
+    more = varying_more(values, kinds) if more is None else more
+    pairs = zip(values, kinds, strict=True)
+    missing = [(value, (compilers.varying_axes(kind) | more) - compilers.varying_axes(value)) for value, kind in pairs]
+    return [compilers.as_varying(value, sorted(over)) if over else value for value, over in missing]
+
+
+def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:
+    """The axes along which one of these values varies, and its type in a trace does not."""
+    pairs = zip(values, kinds, strict=True)
+    return frozenset[str]().union(
+        *(compilers.varying_axes(value) - compilers.varying_axes(kind) for value, kind in pairs)
+    )
+
+
+def varying_type(kind: Any, axes: Iterable[str]) -> Any:
+    """The type of an array that varies along these axes, too."""
+    missing = sorted(frozenset(axes) - compilers.varying_axes(kind))
+    return jax.make_jaxpr(lambda leaf: compilers.as_varying(leaf, missing))(kind).out_avals[0] if missing else kind
