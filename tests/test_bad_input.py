@@ -912,9 +912,9 @@ def test_value_and_grad_names_only_options_that_it_has(call, message):
 
 @needs_devices
 def test_options_of_accumulate_are_named_with_it():
-    """A loss that communicates runs as `accumulate` does, which needs its key named."""
+    """A loss that communicates over its devices runs as `accumulate` does, which needs its key named."""
     with pytest.raises(ValueError, match="A random key must be named") as caught:
-        _on_its_axes(_mapped_loss, W, KEY, X, batch_argnums=2)
+        _on_its_axes(_mapped_loss, W, KEY, X, batch_argnums=2, devices="data")
     assert "take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))" in caught.value.__notes__[0]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import evaluation
+from optax_accum._core import compilers, evaluation
 from optax_accum._rows import derivatives, faults, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -45,7 +45,10 @@ class End:
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
         zeros = [meshes.filled([], leaf, 0) for leaf in types]
-        self.still = [traced.device.vary(leaf) for leaf in evaluation.varying_as(zeros, types)]
+        apart = frozenset(traced.device.apart)  # where each device has a batch of its own, all results differ
+        still = evaluation.varying_as(zeros, types)
+        still = evaluation.varying_as(still, still, apart.intersection(*map(compilers.varying_axes, self.params[:1])))
+        self.still = [traced.device.vary(leaf) for leaf in still]
         given = _chosen(self.still, self.inexact)
         others = _chosen(self.still, [not moves for moves in self.inexact])
         params = _chosen(self.params, self.of_params)
