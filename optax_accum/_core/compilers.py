@@ -203,6 +203,7 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     """The axes over which a value inside `jax.shard_map` may differ between devices."""
     if versions.JAX < versions.DEVICES:
         return frozenset()
+    leaf = leaf.inner_aval if type(leaf).__name__ == "AbstractRef" else leaf
     kind: Any = leaf if isinstance(leaf, ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(leaf)
     varying = kind.manual_axis_type and kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
     return frozenset(varying or ())  # a `jax.ShapeDtypeStruct` need not say it
