@@ -619,7 +619,8 @@ def test_a_loss_that_is_one_number_on_all_devices(data_mesh, number):
         assert value == number
         close(grads, jax.tree.map(jnp.zeros_like, params))
     tx = optax_accum.accumulate_gradients(INNER, 1, devices="data")
-    values, _, _ = optax_accum.value_and_apply_gradients(lambda *_: number, tx)(params, tx.init(params), host_batch())
+    step = optax_accum.value_and_apply_gradients(lambda *_: float(number), tx)
+    values, _, _ = step(params, tx.init(params), host_batch())
     assert set(values.tolist()) == {number}
 
 
