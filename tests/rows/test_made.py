@@ -228,12 +228,6 @@ def narrow(array):
     return array.astype(jnp.bfloat16)
 
 
-def narrow_norm(p, x):
-    y = jnp.tanh(narrow(x) * narrow(p["w"]) + narrow(p["cls"])[0]).astype(jnp.float32)
-    y = narrow(y - y.mean(0)) * narrow(p["z"])[0]
-    return jnp.mean(y.astype(jnp.float32) ** 2 * narrow(p["z"])[: len(x)].astype(jnp.float32))
-
-
 def wide_square(rows):
     return square(rows.astype(jnp.float32))
 
@@ -246,7 +240,6 @@ NARROW = {
     "from a row on": lambda p, x: wide_square(narrow(x) + lax.dynamic_slice(narrow(p["z"]), (3, 0), (len(x), WIDTH))),
     "a variance": lambda p, x: jnp.var((narrow(x) * narrow(p["z"])[: len(x)]).astype(jnp.float32)),
     "one row, tiled": lambda p, x: wide_square(narrow(x) * jnp.tile(narrow(p["cls"])[0] * 2, (len(x), 1))),
-    "a norm": narrow_norm,
 }
 
 # Mutable arrays, and programs that are others for more rows
