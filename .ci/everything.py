@@ -149,7 +149,8 @@ def docs(leg: Leg) -> None:
     leg.make(NEWEST)
     leg.install("-U pip")
     leg.install("-e '.[test]' --group docs --group ecosystem")
-    leg.run("python -m pytest -q tests/pages tests/rows/test_equinox.py --sweep -k 'other_libraries or equinox or public_trainers'")
+    named = "-k 'other_libraries or equinox or public_trainers'"
+    leg.run(f"python -m pytest -q tests/pages tests/rows/test_equinox.py --sweep {named}")
     leg.run("python -m sphinx -q -W -n docs build/docs")
 
 
