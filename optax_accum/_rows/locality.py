@@ -96,7 +96,7 @@ def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, mov
     rules are not asked. `moves`: which operands a derivative may move; None: all.
     """
     (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
-    if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, double_consts, strict=True)):
+    if list(map(jnp.shape, consts)) != list(map(jnp.shape, double_consts)):
         return False
     try:
         for (a, b), (_, moves_) in zip(

@@ -19,7 +19,7 @@ from optax_accum._rows.own_rows import of_own_rows
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.running_sums import of_running_sums
-from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, view_of
+from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, sort_of, view_of
 
 
 def paired(single: Any, double: Any, rows: Rows, caller: Equation | None = None) -> Program:
@@ -135,7 +135,7 @@ class _Pairing:
 
 def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any], bool]]:
     """Yields the equations of two programs: one of each where they are a pair, else all between two pairs."""
-    ours, others = list(map(_sort, single.eqns)), list(map(_sort, double.eqns))
+    ours, others = list(map(sort_of, single.eqns)), list(map(sort_of, double.eqns))
     blocks = [("equal", 0, len(ours), 0, len(others))]
     if ours != others:
         blocks = difflib.SequenceMatcher(None, ours, others, autojunk=False).get_opcodes()
@@ -148,13 +148,6 @@ def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence
 
 def _same_rank(a: Any, b: Any) -> bool:
     return jnp.ndim(a) == jnp.ndim(b)
-
-
-def _sort(equation: Any) -> tuple[Any, ...]:
-    """What two equations must share to be a pair."""
-    variables = (*equation.invars, *equation.outvars)
-    ranks = tuple(len(getattr(var.aval, "shape", ())) for var in variables)
-    return equation.primitive.name, len(equation.invars), ranks
 
 
 def _difference(ours: Sequence[Any], others: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""What is known of each primitive of JAX: one row for each, and none for what nobody knows.
+"""What is known of primitives: a row for each, but for those of which nothing is.
 
 A question about rows asks the row of its equation's primitive. Without a row, or without a rule for the question, the
 answer is the one that is always right: the equation runs once, on all rows, and nothing is linear or cheap.
@@ -21,7 +21,7 @@ TOGETHER = (range,)
 REST = (lambda count: range(1, count),)
 
 
-def _nothing(view: View) -> bool:
+def _nothing(equation: Any) -> bool:
     return False
 
 

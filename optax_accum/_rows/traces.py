@@ -128,26 +128,33 @@ def view_of(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> Vi
     )
 
 
+def sort_of(equation: Any) -> tuple[Any, ...]:
+    """What two equations must share to be a pair: the primitive, and how many operands, branches and axes there are."""
+    ranks = tuple(len(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars))
+    return equation.primitive.name, len(equation.invars), len(equation.params.get("branches", ())), ranks
+
+
 def in_step(single: Any, double: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the equations of two programs in pairs.
 
     Raises:
-      OtherProgramError: primitives, or the numbers of operands, differ; or a variable has rows where it is made, and
-        none, or others, where it is taken: with other operands, another program has the same primitives.
+      OtherProgramError: two equations are no pair; or a variable has rows where it is made, and none, or others, where
+        it is taken: with other operands, another program has the same primitives.
     """
     shapes: dict[Any, Any] = {}  # of a variable, for 2 n rows
 
     def check(ours: Sequence[Any], others: Sequence[Any]) -> None:
         for a, b in zip(ours, others, strict=True):
             shape = getattr(b.aval, "shape", ())
-            if isinstance(a, core.Var) and shapes.setdefault(a, shape) != shape:
+            is_same = not isinstance(a, core.Var) or shapes.setdefault(a, shape) == shape
+            if not is_same or len(getattr(a.aval, "shape", ())) != len(shape):
                 raise OtherProgramError("it takes other arrays")
 
     if any(len(a) != len(b) for a, b in ((single.invars, double.invars), (single.outvars, double.outvars))):
         raise OtherProgramError("it takes or returns other arrays")
     check(single.invars, double.invars)
     for a, b in zip(single.eqns, double.eqns, strict=False):
-        if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
+        if sort_of(a) != sort_of(b):
             raise OtherProgramError(
                 f"at {place_of(a)} it has {a.primitive.name}, and for twice as many rows {b.primitive.name}"
             )

@@ -504,3 +504,23 @@ def test_constants_that_depend_on_the_number_of_rows():
     loss = lambda p, x: jnp.mean(jnp.tanh(x @ p) ** 2) + jnp.sum(p[0] * (few if len(x) <= 16 else many[0] + many[0]))
     x = jnp.sin(jnp.arange(48.0)).reshape(12, 4)
     against.assert_whole(loss, jnp.cos(jnp.arange(16.0)).reshape(4, 4), x, tolerance=1e-5)
+
+
+def branches_for_each_row(p, x):
+    """As many branches as rows."""
+    branches = [lambda h, i=i: h * (i + 1) for i in range(len(x))]
+    return jax.lax.switch(jax.lax.stop_gradient(p[0, 0] * 3).astype(jnp.int32), branches, x @ p)
+
+
+def of_another_rank(p, x):
+    """The same operation gives an array of another rank for more rows."""
+    total = jnp.sum(jnp.tanh(x @ p), 1 if len(x) <= 16 else (0, 1))
+    return total + jnp.zeros([len(x)])
+
+
+@pytest.mark.parametrize("body", [branches_for_each_row, of_another_rank])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, *sweep([lambda body: body, jax.jit])])
+def test_programs_that_are_others_for_more_rows_inside(body, wrap):
+    x = jnp.sin(jnp.arange(48.0)).reshape(12, 4)
+    loss = lambda p, x: jnp.mean(wrap(body)(p, x) ** 2)
+    against.assert_whole(loss, jnp.cos(jnp.arange(16.0)).reshape(4, 4), x, tolerance=1e-5)
