@@ -7,8 +7,10 @@ added to the row before it is not, and no weight makes micro-batches of such a l
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from optax_accum._rows.levels import Kind
-from optax_accum._rows.program import Equation, Value
+from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
 
 BY_RANK, BY_PLACE = "takes rows by their rank among all", "takes rows by their place in the batch"
@@ -33,7 +35,7 @@ _REDUCES = ("reduce_", "arg", "cum", "dot_general", "sort", "top_k")
 
 
 class Orders:
-    """The orders of the rows of a program's values; equations are read in order."""
+    """The orders of the rows of a program's values; equations are noted, and read, in order."""
 
     def __init__(self, model: set[Value]):
         self.model = model
@@ -48,9 +50,11 @@ class Orders:
         self.undone: dict[Value, Equation] = {}  # from the index that sorts back, to that sort
         self.sizes: set[Value] = set()  # how many rows have each key by which they are sorted
 
+    def note(self, equation: Equation) -> None:
+        self.makers.update(dict.fromkeys(equation.outs, equation))
+
     def read(self, equation: Equation, kind: Kind) -> tuple[bool, str | None]:
         """Whether an operation keeps rows separate though it takes all of them; and why it certainly does not."""
-        self.makers.update(dict.fromkeys(equation.outs, equation))
         if equation.differs or kind in (Kind.MADE, Kind.FREE):
             self.neutral.update(value for value in equation.outs if value.axis is not None)
             return False, None
@@ -63,7 +67,8 @@ class Orders:
                 self.of.update(
                     (value, found) for value in equation.outs if value.axis is not None and found is not _SET
                 )
-            return isinstance(found, Order), found if isinstance(found, str) else None
+            is_separate = isinstance(found, Order) and all(value.axis is not None for value in equation.outs)
+            return is_separate, found if isinstance(found, str) else None
         with_rows = [value for value in equation.ins if value.axis is not None]
         orders = {self.order(value) for value in with_rows if value not in self.alike}
         if not orders:
@@ -105,15 +110,23 @@ class Orders:
     def index(self, value: Value) -> Value:
         """The index that an operation takes, before it was cast, reshaped and made positive."""
         while (made := self.makers.get(value)) is not None:
-            negative = made.name == "select_n" and len(made.ins) == 3  # the index + length, if it is negative
-            bounded = made.name == "max" and made.ins[0].aval.size == 1
             if made.name in ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims"):
                 value = made.ins[0]
-            elif negative or bounded:
+            elif self._is_made_positive(made) or (made.name == "max" and self.is_number(made.ins[0], 0)):
                 value = made.ins[1]
             else:
                 break
         return value
+
+    def _is_made_positive(self, made: Equation) -> bool:
+        """Whether an equation adds the length to an index if it is negative."""
+        test = self.makers.get(made.ins[0]) if made.name == "select_n" and len(made.ins) == 3 else None
+        return test is not None and test.name == "lt" and test.ins[0] is made.ins[1] and self.is_number(test.ins[1], 0)
+
+    def is_number(self, value: Value, number: float) -> bool:
+        """Whether a value is a literal, or repeats one."""
+        literal = self.index(value)
+        return isinstance(literal, Number) and bool(np.all(literal.number == number))
 
     def sort_of(self, index: Value) -> Equation | None:
         return self.permutations.get(self.index(index))
@@ -126,7 +139,9 @@ class Orders:
         return self.sort_of(value) is not None or (made is not None and made.name == "iota")
 
 
-def _sort(orders: Orders, equation: Equation) -> Order:
+def _sort(orders: Orders, equation: Equation) -> Order | None:
+    if equation.ins[0].aval.ndim != 1:  # each column has an order of its own
+        return None
     order = Order(equation)
     for operand, result in zip(equation.ins, equation.outs, strict=True):
         if orders.numbers_rows(operand) and orders.sort_of(operand) is None:
@@ -141,6 +156,8 @@ def _gather(orders: Orders, equation: Equation) -> Order | str | None:
     operand, index = equation.ins
     order, numbers = orders.order(operand), equation.single.params["dimension_numbers"]
     if operand.axis is None or tuple(numbers.start_index_map) != (operand.axis,):
+        return None
+    if index.axis is not None and index.aval.size != operand.aval.shape[operand.axis]:
         return None
     if orders.undone.get(orders.index(index)) is order.by is not None:
         return OWN
@@ -164,7 +181,12 @@ def _joined(orders: Orders, equation: Equation) -> Order | None:
     along = equation.single.params["dimension"] == equation.outs[0].axis
     if not along or len(lengths) > 1 or any(value.axis != equation.outs[0].axis for value in equation.ins):
         return None
-    return Order("joined", parts=tuple(map(orders.order, equation.ins)))
+    made = [orders.makers.get(value) for value in equation.ins]
+    slices = {(each.ins[0], each.single.params["start_indices"]) for each in made if each and each.name == "slice"}
+    if len(slices) == len(made) and len({operand for operand, _ in slices}) == 1:
+        return Order(equation)  # all rows of one array, in another order: a roll
+    parts = tuple(map(orders.order, equation.ins))
+    return None if any(part.why_not for part in parts) else Order("joined", parts=parts)
 
 
 def _sliced(orders: Orders, equation: Equation) -> Order | str | None:
@@ -182,7 +204,7 @@ def _part(orders: Orders, equation: Equation, operand: Value, begin: int, length
     count = len(order.parts)
     if count and length * count == operand.aval.shape[operand.axis or 0] and begin % length == 0:
         return order.parts[begin // length]
-    return Order((equation, begin), BY_PLACE if order == OWN else BY_RANK)
+    return Order(("rows", order, begin, length), BY_PLACE if order == OWN else BY_RANK)
 
 
 def _split(orders: Orders, equation: Equation) -> Order | None:
@@ -211,9 +233,13 @@ def _counts(orders: Orders, sizes: Value, key: Value) -> bool:
     if made is None:
         return False
     if made.name == "scatter-add":
-        return orders.index(made.ins[1]) is key
+        zeros, at, ones = made.ins
+        return orders.index(at) is key and orders.is_number(zeros, 0) and orders.is_number(ones, 1)
     compared = orders.makers.get(orders.index(made.ins[0])) if made.name == "reduce_sum" else None
-    return compared is not None and compared.name == "eq" and any(orders.index(v) is key for v in compared.ins)
+    if compared is None or compared.name != "eq":
+        return False
+    others = [orders.makers.get(orders.index(value)) for value in compared.ins if orders.index(value) is not key]
+    return len(others) == 1 and others[0] is not None and others[0].name == "iota"
 
 
 _SET = Order("set")  # the orders of the results are set already
@@ -233,6 +259,6 @@ _RULES: dict[str, _Rule] = {
     "ragged_dot": _ragged,
     **dict.fromkeys(
         ("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"),
-        lambda orders, equation: Order(equation, ADDED if equation.outs[0] in orders.model else None),
+        lambda orders, equation: Order(equation, ADDED) if equation.outs[0] in orders.model else None,
     ),
 }

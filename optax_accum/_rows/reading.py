@@ -105,6 +105,7 @@ class Reading:
         of_model = not self.model.isdisjoint(equation.ins)
         inputs = frozenset().union(*(self.inputs.get(value, frozenset()) for value in equation.ins))
         self.inputs.update(dict.fromkeys(equation.outs, inputs))
+        self.orders.note(equation)
         if not of_model:
             self._find_again(equation)
         if kind is Kind.FREE and self._compute(equation):

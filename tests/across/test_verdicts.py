@@ -404,6 +404,34 @@ def table_rows(p, b):
     return jnp.mean((b["x"] + p["z"][: len(b["x"])]) ** 2)
 
 
+# Neighbours of what is exact, in which rows are not separate, or nothing shows that they are
+
+
+@cannot_be_read
+def columns_sorted_apart(p, b):
+    return jnp.mean(jnp.sqrt(jnp.sum(jnp.sort(net(p, b["x"]), 0) ** 2, -1) + 1))
+
+
+@not_exact
+def an_order_with_rows_left_out(p, b):
+    order = jnp.argsort(b["y"])
+    return jnp.mean(net(p, b["x"][jnp.where(b["m"] > 0, 0, order)]) ** 2)
+
+
+@cannot_be_read
+def groups_that_count_something_else(p, b):
+    x = b["h"].reshape(-1, D)
+    e = jnp.argmax(x @ p["w"][:, :E], -1)
+    order = jnp.argsort(e)
+    sizes = jnp.zeros(E, jnp.int32).at[e].add(2)
+    return jnp.mean(lax.ragged_dot(x[order], p["e"], sizes)[jnp.argsort(order)] ** 2)
+
+
+@cannot_be_read
+def sums_of_a_mask(p, b):
+    return jnp.sum(jnp.cumsum(b["m"])) + jnp.mean(per(p, b))
+
+
 # What is said of them
 
 ROUNDED = {"bf16": 1e-2, "bf16_back": 1e-2, "bf16_masked": 2e-2, "f16": 1e-2}
