@@ -42,7 +42,7 @@ def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tu
     window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
     other = Other(runs, parts, last, moved, window)
     cause = next(found(FAULTS, "other", other), None) or _explained(window)
-    cause = cause or (None if last else _by_pairs(runs, parts)) or _dealt(runs, parts, change)
+    cause = cause or _dealt(runs, parts, change) or (None if last else _by_pairs(runs, parts))
     sizes = ", ".join(str(len(part) * runs.group_size) for part in parts)
     return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")
 
@@ -52,7 +52,7 @@ def _of_first(runs: StepErrors) -> Cause | None:
     window = dataclasses.replace(
         window, one_by_one=runs.one_by_one, averaged=lambda: runs.averaged, reversed=lambda: runs.reversed
     )
-    return _explained(window) or _by_pairs(runs, runs.even()) or _dealt(runs, runs.even(), runs.ends[0])
+    return _explained(window) or _dealt(runs, runs.even(), runs.ends[0]) or _by_pairs(runs, runs.even())
 
 
 def _of_second(runs: StepErrors) -> Cause | None:
