@@ -24,7 +24,6 @@ from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Crossing, Kind, Levels
 from optax_accum._rows.program import Equation, Value
 from optax_accum._within import splitting
-from optax_accum._within.one_pass import is_one_pass
 from optax_accum._within.rules import as_crossing
 from optax_accum._within.traced_call import TracedCall
 
@@ -157,7 +156,7 @@ def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation
         group=units.block,
         couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
         loops=loops_of(levels),
-        one_pass=is_one_pass(found),
+        one_pass=len(levels.loops) == 1,
         kept_bytes=bytes_kept(levels),
         host_bytes=bytes_on_host(levels),
         weight=None if reasons else weight_fn(subject),

@@ -61,7 +61,7 @@ class Subject:
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
             if not integers:
                 checks.check_differentiable(call[call.params], of_whole_batch=self.roles.of_whole_batch)
-            answers.append(question(trace_call(self.fun, call, self.sizes, call.params, crossing=self.crossing)))
+            answers.append(question(trace_call(lambda call: call.apply(self.fun), call, self.sizes, call.params, crossing=self.crossing)))
 
         jax.eval_shape(read, leaves)
         return answers[0]

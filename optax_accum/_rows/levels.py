@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from optax_accum._core.equations import every_equation
 from optax_accum._rows.program import Equation, Program, Value
@@ -27,23 +28,34 @@ class Kind(enum.Enum):
     FREE = "once; it takes no rows and makes none"
 
 
+class Body(NamedTuple):
+    """The body of a loop over layers that runs for some rows: where each of its equations runs.
+
+    Attributes:
+      parts: which of its results are parts of sums.
+    """
+
+    program: Program
+    kinds: dict[Equation, Kind]
+    bodies: "dict[Equation, Body]"
+    parts: Sequence[bool]
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """One pass over the micro-batches.
 
     Attributes:
       equations: those that run for each micro-batch, in order.
-      parts: those that reduce rows; what they give is joined after the loop.
+      sums: values of which each micro-batch gives a part; the parts are joined. By how: "sum", "max" or "min".
       rows: values that the loop keeps for all rows: a later loop, an equation on all rows or an output takes them.
       takes: values that are there when it starts.
-      passes: rows that it takes and a later loop takes, too.
     """
 
     equations: Sequence[Equation]
-    parts: Sequence[Equation]
+    sums: dict[Value, str]
     rows: Sequence[Value]
     takes: Sequence[Value]
-    passes: Sequence[Value] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Levels:
     model: set[Value]  # what the differentiated inputs decide
     moving: set[Value]  # and is differentiated by them: nothing after a stop_gradient is
     stages: Sequence[Stage]
+    bodies: dict[Equation, Body]  # of the loops over layers whose results are rows and parts of sums
     crossing: Crossing
 
     @property

@@ -119,12 +119,18 @@ def _is_free_or_local(view: View) -> bool:
     return is_local(view) or is_alike(view)
 
 
+def is_local_inside(view: View) -> bool:
+    """Whether an equation of a body runs there for some rows: it treats them one by one, or has nothing to do with them."""
+    return _is_free_or_local(view)
+
+
 def _is_free(view: View) -> bool:
     """Whether an equation has nothing to do with rows: it is the same in both traces, to the last program inside it."""
     if view.has_rows or view.makes_rows or not _same_literals(view.single, view.double):
         return False
     # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
-    if view.asks_rules and view.name.startswith("custom_vjp_call"):
+    moves = view.moves is None or any(view.moves)
+    if view.asks_rules and moves and view.name.startswith("custom_vjp_call"):
         return False
     pairs = programs_inside(view.single, view.double)
     return view.has_same_sizes and all(are_free(*pair, view.rows, view.asks_rules) for pair in pairs)
@@ -171,7 +177,7 @@ def unknown(view: View) -> Iterator[str]:
 def _rule_is_local(view: View) -> bool:
     """Whether the user's derivative of a function treats rows one by one; True if there is none."""
     is_forward, is_backward = view.name == "custom_jvp_call", view.name.startswith("custom_vjp_call")
-    if not (view.asks_rules and (is_forward or is_backward)):
+    if not (view.asks_rules and (is_forward or is_backward)) or (view.moves is not None and not any(view.moves)):
         return True
     try:
         traces = _derivative_of(view)

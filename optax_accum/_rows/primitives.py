@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import dtypes
+from optax_accum._core import dtypes, evaluation
 from optax_accum._rows import draws, rules
 from optax_accum._rows.registry import FIRST, PRODUCT, REST, TOGETHER, Positional, Reduction, register
 
@@ -30,6 +30,12 @@ def _added(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], ove
     zeros = jnp.zeros(operand.shape, wide(operand.dtype))
     options = {key: equation.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
     return jax.lax.scatter_add(zeros, at, updates.astype(zeros.dtype), **options)  # filled rows are not in order
+
+
+def _convolved(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
+    dtype = wide(equation.outvars[0].aval.dtype)
+    (result,) = evaluation.bind(equation.replace(params=equation.params | {"preferred_element_type": dtype}), values)
+    return result
 
 
 def _as_it_is(equation: Any, values: Sequence[Any], wide: Any, over: Callable[..., jax.Array]) -> jax.Array:
@@ -79,7 +85,12 @@ register("reduce_window reduce_window_max reduce_window_min", local=rules.window
 register("select_and_gather_add select_and_scatter_add", local=rules.window, linear=FIRST)
 
 register("dot_general", local=rules.dot, partial=Reduction(rules.contracted, part=_product), linear=PRODUCT)
-register("conv_general_dilated", local=rules.convolution, linear=PRODUCT)
+register(
+    "conv_general_dilated",
+    local=rules.convolution,
+    partial=Reduction(rules.of_kernel, part=_convolved),
+    linear=PRODUCT,
+)
 register("triangular_solve", local=rules.leading_axes(2), linear=((1,),))
 register("cholesky eigh geqrf householder_product lu qr svd", local=rules.leading_axes(2))
 register("fft", local=rules.fft, linear=FIRST)

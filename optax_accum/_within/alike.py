@@ -15,7 +15,7 @@ from optax_accum._within import by_level
 from optax_accum._within.traced_call import TracedCall
 
 
-def check_alike(loss: TracedCall, device: Device, call: Call) -> None:
+def check_alike(loss: TracedCall, device: Device, call: Call, outputs: int | None = None) -> None:
     """Raises where types tell that an argument differs between devices, and a result without rows takes it."""
     own = dict(zip(loss.levels.program.inputs, _names(device, call), strict=True))
     own = {value: name for value, name in own.items() if name and value.axis is None}
@@ -23,7 +23,7 @@ def check_alike(loss: TracedCall, device: Device, call: Call) -> None:
         name = next(filter(None, (own.get(value) or _name_of(device, value) for value in equation.ins)), None)
         name = name or _index(device, equation)
         own.update((value, name) for value in equation.outs if name and not by_level.has_own_rows(value))
-    for value in loss.levels.program.outputs:
+    for value in loss.levels.program.outputs[:outputs]:
         if name := own.get(value):
             raise ValueError(
                 f"With devices, a loss and its aux are those of all rows: {name} differs between the devices of "

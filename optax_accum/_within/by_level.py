@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, convolutions, evaluation, tracing
-from optax_accum._rows import derivatives, faults, locality, resized
+from optax_accum._core import compilers, convolutions, dtypes, evaluation
+from optax_accum._rows import derivatives, faults, layers, locality, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
-from optax_accum._rows.levels import Crossing, Kind, Levels, Loop
+from optax_accum._rows.levels import Body, Kind, Levels, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
 from optax_accum._rows.traces import COUPLED
@@ -21,20 +22,23 @@ from optax_accum._space.device import Device
 from optax_accum._within import loops, partial, shared
 
 
-def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any], *, once: bool = False) -> list[Any]:
-    """Evaluates a program for all rows of a device, one micro-batch after the other.
+def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a program for all rows of a device, one micro-batch after the other."""
+    store = evaluated(levels, units, device, values)
+    return [jnp.asarray(store.whole(value)) for value in levels.program.outputs]
 
-    A program that is differentiated `once`, in reverse, takes less memory.
-    """
-    store = Store(
-        units, device, dict(zip(levels.program.inputs, values, strict=True)), once=once and not levels.has_while
-    )
+
+def evaluated(
+    levels: Levels, units: Units, device: Device, values: Sequence[Any], dtypes: Mapping[Value, Any] = MappingProxyType({})
+) -> "Store":
+    """The values of a program, evaluated so; `dtypes` are those of sums."""
+    store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), dtypes=dtypes)
     for stage in levels.stages:
         for equation in stage.once:
             run_once(equation, levels, store)
         if stage.loop:
             run(stage.loop, levels, store)
-    return [jnp.asarray(store.whole(value)) for value in levels.program.outputs]
+    return store
 
 
 @dataclasses.dataclass
@@ -48,18 +52,25 @@ class Store:
     device: Device
     values: dict[Value, Any]
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
-    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, as the last loop returned them
-    once: bool = False  # whether it is differentiated only once
+    sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
+    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
+    dtypes: Mapping[Value, Any] = MappingProxyType({})  # in which some sums are added
 
     def whole(self, value: Value) -> Any:
         if isinstance(value, Constant | Number):
             return value.array
+        if value not in self.values and value in self.sums:
+            self.values[value] = self.device.joined("sum", self.sums[value]).astype(value.aval.dtype)
         if value not in self.values and value.axis is None:
             self.values[value] = self.parts[value][0]  # the same for each micro-batch
         if value not in self.values:
             joined = self.units.joined(self.parts[value], axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
+
+    def part(self, value: Value) -> Any:
+        """This device's part of a value that is a sum over devices; its dtype may be wider than the value's."""
+        return self.sums[value] if value in self.sums else self.device.part(self.whole(value))
 
     def shared(self, value: Value) -> Any:
         """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
@@ -89,6 +100,10 @@ def run_once(equation: Equation, levels: Levels, store: Store) -> None:
 
 
 def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
+    if _is_of_parts(equation, levels, store):
+        (result,) = equation.outs
+        store.sums[result] = followed(equation, [_part_of_sum(value, equation, store) for value in equation.ins])
+        return
     values = [store.whole(value) for value in equation.ins]
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
@@ -136,24 +151,62 @@ def has_own_rows(value: Value) -> bool:
     return value.axis not in (None, COUPLED)
 
 
+def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
+    """Whether an equation is linear in sums of which each device has a part: then it need not be added over devices."""
+    parts = [value for value in equation.ins if value in store.sums]
+    if not parts or levels.moving or len(equation.outs) != 1:
+        return False
+    if equation.name in ("add", "add_any", "sub"):
+        return all(value.aval.shape == equation.outs[0].aval.shape for value in equation.ins)
+    return layers.follows(equation, set(parts), layers.Zeros())
+
+
+def _part_of_sum(value: Value, equation: Equation, store: Store) -> Any:
+    if value in store.sums:
+        return store.sums[value]
+    return store.part(value) if equation.name in ("add", "add_any", "sub") else store.whole(value)
+
+
+def followed(equation: Equation, values: Sequence[Any]) -> Any:
+    """An equation that is linear in parts of sums, in their dtype if that is wider than its own."""
+    values, kind = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
+    wide = functools.reduce(jnp.promote_types, [value.dtype for value in values])
+    if equation.name == "convert_element_type":
+        is_as_wide = dtypes.holds(wide, kind) and _is_complex(wide) == _is_complex(kind)
+        return values[0] if is_as_wide else values[0].astype(kind)
+    (result,) = evaluation.bind(equation.single, [value.astype(wide) for value in values])
+    return result
+
+
+def _is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
 def run(loop: Loop, levels: Levels, store: Store) -> None:
     rows, totals = results_of(loop, levels, store)
 
     def given(value: Value, result: jax.Array) -> jax.Array:
-        return result if value in levels.moving else jax.lax.stop_gradient(result)
+        return result if value in levels.moving or not levels.moving else jax.lax.stop_gradient(result)
 
     store.parts.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
-    for equation, total in zip(loop.parts, totals, strict=True):
-        (result,) = equation.outs
-        store.values[result] = given(result, finished(equation, total, store))
+    made = {value: equation for equation in loop.equations for value in equation.outs}
+    for (value, joins), total in zip(loop.sums.items(), totals, strict=True):
+        adds_to_more = made[value].name.startswith("scatter") and made[value].ins[0] not in made
+        if joins == "sum" and not levels.moving and not adds_to_more:
+            store.sums[value] = total
+        elif adds_to_more:
+            total = store.device.joined(joins, total)
+            store.values[value] = given(value, finished(made[value], total, store))
+        else:
+            store.values[value] = given(value, store.device.joined(joins, total).astype(value.aval.dtype))
 
 
 def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], list[Any]]:
-    """Runs a loop over the micro-batches; returns the rows that it keeps [k, ...], and its reductions of all rows."""
+    """Runs a loop over the micro-batches; returns the rows that it keeps [k, ...], and its sums over all rows here."""
     units = store.units
     takes = [value for value in loop.takes if not isinstance(value, Number)]
-    free = [value for value in takes if value.axis is None and value not in levels.model]
-    fixed = [value for value in takes if value.axis is None and value in levels.model]
+    free = [value for value in takes if value.axis is None and value not in levels.moving]
+    fixed = [value for value in takes if value.axis is None and value in levels.moving]
     moving = [value for value in takes if value.axis is not None and value in levels.model]
     still = [value for value in takes if value.axis is not None and value not in levels.model]
     interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in still]
@@ -164,8 +217,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         constants, interleaved = given
         env = dict(zip((*free, *fixed, *moving), (*constants, *shared.narrowed(wide), *rows), strict=True))
         env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
-        rows, parts = of_micro_batch(loop, units, env, units.of_part(index))
-        return [*rows, *parts]
+        return of_micro_batch(loop, levels, units, env, units.of_part(index))
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
         constants, interleaved = given
@@ -174,20 +226,15 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     equations = [equation.single for equation in loop.equations]
     part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
     given, xs = (constants, interleaved), [store.cut(value) for value in moving]
-    if store.once and tracing.is_staged():
-        offloads = levels.crossing is Crossing.OFFLOAD
-        to_host = [*(offloads and value in levels.for_loops_alone for value in loop.rows), *([False] * len(loop.parts))]
-        passes = [value in loop.passes and compilers.on_host(leaf) for value, leaf in zip(moving, xs, strict=True)]
-        results, wide, xs = loops.mapped_once(part, given, wide, xs, units.parts, passes=passes, to_host=to_host)
-        store.passed.update(zip(fixed, wide, strict=True))
-        store.parts.update(zip(moving, xs, strict=True))
-    else:
+    if levels.moving:
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.parts), xs))
-    rows, parts = results[: len(loop.rows)], results[len(loop.rows) :]
-    reductions = map(partial.reduction_of, loop.parts)
-    pairs = zip(reductions, parts, strict=True)
-    return rows, [store.device.joined(each.joins, each.over(found, axis=0)) for each, found in pairs]
+        found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
+        return results[: len(loop.rows)], [partial.OVER[joins](leaf, axis=0) for joins, leaf in found]
+    joins = [*[None] * len(loop.rows), *loop.sums.values()]
+    named = [*[None] * len(loop.rows), *(store.dtypes.get(value) for value in loop.sums)]
+    results = loops.folded(lambda index, rows: part(given, wide, index, rows), xs, units.parts, joins, named)
+    return results[: len(loop.rows)], results[len(loop.rows) :]
 
 
 def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
@@ -205,26 +252,61 @@ def _same(leaf: Any) -> Any:
     return leaf
 
 
-def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax.Array) -> tuple[list[Any], list[Any]]:
-    """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of reductions.
+def of_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], numbers: jax.Array) -> list[Any]:
+    """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
 
     `env` has the values that the loop takes; `numbers` counts the micro-batch's units.
     """
+    evaluate_some(loop.equations, levels, units, env, numbers)
+    return [_read(env, value) for value in (*loop.rows, *loop.sums)]
 
-    def read(value: Value) -> Any:
-        if isinstance(value, Number):
-            return value.array
-        return env[value]
 
-    for equation in loop.equations:
+def evaluate_some(
+    equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
+) -> None:
+    """Evaluates equations for the rows of these units: adds their results to `env`."""
+    parts: set[Value] = set()
+    for equation in equations:
         with faults.explained(equation):
-            results = of_rows(equation, units, list(map(read, equation.ins)), numbers)
+            values = [_read(env, value) for value in equation.ins]
+            if equation in known.bodies:
+                results = _layers_of_rows(equation, known.bodies[equation], units, values, numbers)
+            elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
+                results = [partial.part_of(equation, units, values, numbers)]
+            elif known.kinds[equation] is Kind.PARTIAL:
+                results = [followed(equation, values)]
+            else:
+                results = of_rows(equation, units, values, numbers)
             env.update(zip(equation.outs, results, strict=True))
-    parts: list[Any] = []
-    for equation in loop.parts:
-        with faults.explained(equation):
-            parts.append(partial.part_of(equation, units, list(map(read, equation.ins)), numbers))
-    return list(map(read, loop.rows)), parts
+
+
+def _read(env: dict[Value, Any], value: Value) -> Any:
+    return value.array if isinstance(value, Number | Constant) and value not in env else env[value]
+
+
+def _layers_of_rows(
+    equation: Equation, body: Body, units: Units, values: Sequence[Any], numbers: jax.Array
+) -> Sequence[Any]:
+    """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
+    params = equation.single.params
+    consts, carried = compilers.sizes_of_scan(equation.single)
+    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
+    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
+    for place in (place for place in range(carried) if body.parts[place]):
+        start[place] = start[place].astype(dtypes.wide(start[place].dtype))
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        env = dict(zip(body.program.inputs, [*fixed, *carry, *x], strict=True))
+        evaluate_some(body.program.equations, body, units, env, numbers)
+        outs = [_read(env, value) for value in body.program.outputs]
+        return outs[:carried], outs[carried:]
+
+    if any(map(compilers.varying_axes, values)):
+        after, _ = jax.eval_shape(step, start, [x[0] for x in xs])
+        start = [evaluation.varying_as([leaf], [kind])[0] for leaf, kind in zip(start, after, strict=True)]
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, start, xs, **options)
+    return [*carry, *ys]
 
 
 def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
@@ -253,7 +335,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x], once=store.once)
+        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])
         out = evaluation.varying_as(out, [atom.aval for atom in body.outvars], more)
         return out[:carried], out[carried:]
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, evaluation, flags, memory, tracing
-from optax_accum._core.leaves import is_inexact, parted
+from optax_accum._core import adding, compilers, evaluation, flags, tracing
 from optax_accum._core.types import Flag
 from optax_accum._space import meshes
+from optax_accum._within import partial
 
 
 def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
@@ -61,105 +61,52 @@ def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
-def mapped_once(
-    fun: Callable[[Any, Any, Any, Any], Any],
-    constants: Any,
-    shared: Any,
+def folded(
+    part: Callable[[Any, list[Any]], list[Any]],
     xs: list[jax.Array],
     count: int,
-    *,
-    passes: Sequence[bool],
-    to_host: Sequence[bool],
-) -> tuple[list[jax.Array], Any, list[jax.Array]]:
-    """Maps `fun(constants, shared, index, x) -> list` over `xs`; JAX can differentiate it once, in reverse.
+    joins: Sequence[str | None],
+    dtypes: Sequence[Any],
+) -> list[jax.Array]:
+    """Runs `part(index, rows of xs)` for each micro-batch; its results are joined, or stacked where `joins` has None.
 
-    JAX stacks the results of a loop in zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
-    all at the same time. Here an array begins where its loop does, filled with a number that the program has by then.
-    Constants have no gradient. `to_host` says which results go to the memory of the host; a gradient goes to the memory
-    where its array lies.
-
-    Returns the results, `shared`, and `xs`. A later loop must take `shared` and `xs` from here: the gradient of this
-    loop is then added to the later loop's. `passes` says for which `xs` this is done, micro-batch by micro-batch.
+    A sum is added where `part` makes it, in place, in the dtype that is named.
     """
+    if not tracing.is_staged():
+        return _folded_eagerly(part, xs, count, joins, dtypes)
 
-    def passed(leaves: Sequence[Any]) -> list[Any]:
-        return [leaf for leaf, passes_ in zip(leaves, passes, strict=True) if passes_]
+    def slices(index: Any) -> list[Any]:
+        return [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in xs]
 
-    @jax.custom_vjp
-    def run(constants: Any, shared: Any, xs: Any) -> Any:
-        def iteration(_: None, slices: Any) -> Any:
-            return None, fun(constants, shared, *slices)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    program = jax.make_jaxpr(part)(jnp.int32(0), jax.eval_shape(slices, index))
+    kinds = program.out_avals
 
-        _, results = _stacked(iteration, None, (jnp.arange(count), xs), to_host)
-        return results, shared, passed(xs)
+    def step(index: Any, state: list[Any]) -> list[Any]:
+        sums = [adding.Sum(leaf) if how == "sum" else None for leaf, how in zip(state, joins, strict=True)]
+        results = adding.run(program, [index, *slices(index)], sums)
+        after: list[Any] = []
+        for leaf, result, how, added in zip(state, results, joins, sums, strict=True):
+            if added is not None:
+                after.append(added.total)
+            elif how is None:
+                after.append(jax.lax.dynamic_update_index_in_dim(leaf, result, index, 0))
+            else:
+                after.append(partial.TOGETHER[how](leaf, result))
+        return after
 
-    def forward(*args: Any) -> Any:
-        return run(*args), args
-
-    def backward(args: Any, cotangents: Any) -> Any:
-        constants, shared, xs = args
-        cotangents, totals, later = (
-            [leaf for leaf in jax.tree.leaves(cts) if not dtypes.is_float0(leaf)] for cts in cotangents
-        )
-        moves = list(map(is_inexact, xs))  # an integer has no gradient
-        adds = [passes_ for passes_, moving in zip(passes, moves, strict=True) if moving]
-        to_host = [compilers.on_host(leaf) for leaf, moving in zip(xs, moves, strict=True) if moving]
-
-        def iteration(totals: Any, slices: Any) -> Any:
-            index, x, cotangents, later = slices
-            numbers, filled = parted((shared, x), is_inexact)
-
-            def of_numbers(numbers: Any) -> Any:
-                shared, x = filled(numbers)
-                return [leaf for leaf in fun(constants, shared, index, x) if is_inexact(leaf)]
-
-            grads = jax.vjp(of_numbers, numbers)[1](cotangents)[0]
-            of_shared, of_x, rest = grads[: len(totals)], grads[len(totals) :], iter(later)
-            of_x = [grad + next(rest) if added else grad for grad, added in zip(of_x, adds, strict=True)]
-            return list(map(jnp.add, totals, of_shared)), of_x
-
-        totals, of_xs = _stacked(iteration, totals, (jnp.arange(count), xs, cotangents, later), to_host)
-        grads = iter([*totals, *of_xs])
-        return None, *jax.tree.map(lambda leaf: next(grads) if is_inexact(leaf) else None, (shared, xs))
-
-    run.defvjp(forward, backward)
-    results, shared, after = run(constants, shared, xs)
-    rest = iter(after)
-    return results, shared, [next(rest) if passes_ else leaf for leaf, passes_ in zip(xs, passes, strict=True)]
+    start: list[Any] = []
+    for kind, how, dtype in zip(kinds, joins, dtypes, strict=True):
+        sizes, number = ([count], 0) if how is None else ([], partial.NOTHING[how](kind.dtype))
+        leaf = meshes.filled(sizes, kind, number, dtype)
+        start.append(evaluation.varying_as([leaf], [kind])[0])
+    return jax.lax.fori_loop(0, count, step, start)
 
 
-def _stacked(
-    iteration: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool]
-) -> tuple[Any, list[jax.Array]]:
-    """Like `jax.lax.scan`; its buffers begin with a number of the last leaf of `xs`, or on the host.
-
-    Each array differs between devices where an iteration's does, and along no other axes.
-    """
-    leaves = jax.tree.leaves(xs)
-    count, last = len(leaves[0]), leaves[-1]
-
-    def slices(index: Any) -> Any:
-        return memory.to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
-
-    after, shapes = jax.eval_shape(iteration, carry, slices(0))
-    carry = jax.tree.map(lambda leaf, kind: evaluation.varying_as([leaf], [kind])[0], carry, after)
-    explicit = compilers.explicit_sharding(last) is not None  # its first number is on one device alone
-    begin = jnp.zeros([]) if explicit or not last.size or compilers.on_host(last) else jnp.real(last.ravel()[0])
-
-    def empty(row: Any, on_host: bool) -> jax.Array:
-        differs_more = compilers.varying_axes(begin) - compilers.varying_axes(row)
-        (number,) = evaluation.varying_as([jnp.zeros([]) if on_host or differs_more else begin], [row])
-        buffer = meshes.filled([count], row, number)
-        return compilers.moved(buffer, to_host=True) if on_host else buffer
-
-    def stored(buffer: jax.Array, row: jax.Array, index: Any, on_host: bool) -> jax.Array:
-        row = compilers.moved(row[None], to_host=True) if on_host else row[None]
-        return jax.lax.dynamic_update_slice_in_dim(buffer, row, index, 0)
-
-    def step(index: Any, carried: Any) -> Any:
-        carry, buffers = carried
-        carry, rows = iteration(carry, slices(index))
-        triples = zip(buffers, rows, to_host, strict=True)
-        return carry, [stored(buffer, row, index, on_host) for buffer, row, on_host in triples]
-
-    return jax.lax.fori_loop(0, count, step, (carry, list(map(empty, shapes, to_host))))
+def _folded_eagerly(part: Any, xs: Any, count: int, joins: Sequence[str | None], dtypes: Sequence[Any]) -> list[Any]:
+    found = [part(jnp.int32(index), [leaf[index] for leaf in xs]) for index in range(count)]
+    results: list[Any] = []
+    for leaves, how, dtype in zip(zip(*found, strict=True), joins, dtypes, strict=True):
+        together = jnp.stack(leaves) if how is None else functools.reduce(partial.TOGETHER[how], leaves)
+        results.append(together if dtype is None else together.astype(dtype))
+    return results

@@ -103,7 +103,7 @@ def microbatched(
         call = roles.bind(args, kwargs)
         others = [name for name in call.arguments if name not in call.batch]
         try:
-            loss = trace_call(fun, call, sizes, others, crossing=rows_cross)
+            loss = trace_call(lambda call: call.apply(fun), call, sizes, others, crossing=rows_cross)
         except UndividedError as error:
             warn_undivided(error)
             return call.apply(fun)

@@ -10,6 +10,10 @@ from optax_accum._rows.program import Equation
 from optax_accum._rows.registry import Reduction, known
 from optax_accum._rows.units import Units
 
+OVER = {"sum": lambda leaf, axis: jnp.sum(leaf, axis, dtype=leaf.dtype), "max": jnp.max, "min": jnp.min}
+NOTHING = {"sum": lambda dtype: 0, "max": dtypes.lowest, "min": dtypes.highest}
+TOGETHER = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+
 
 def reduction_of(equation: Equation) -> Reduction:
     return known(equation.name).partial

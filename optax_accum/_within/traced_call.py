@@ -59,14 +59,18 @@ def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
 
 
 def trace_call(
-    fun: Callable[..., Any],
+    fun: Callable[[Call], Any],
     call: Call,
     sizes: Sizes,
     model: Sequence[Name],
     device: Device | None = None,
     crossing: Crossing = Crossing.SAVE,
+    *,
+    moves: bool = True,
 ) -> TracedCall:
-    """Traces a call that has one device's rows; `model` names the arguments by which it may be differentiated.
+    """Traces a function of a call that has one device's rows; `model` names the arguments that are no data.
+
+    `moves`: whether the function may be differentiated by these.
 
     Raises:
       UndividedError: `fun` is another program for twice as many rows, has references of its own, or looks at values.
@@ -117,7 +121,7 @@ def trace_call(
     program = dealt_out(program, devices)
     units = program.units // devices
     parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in model for name in owner], crossing)
+    levels = levels_of(program, [name in model for name in owner], crossing, moves=moves)
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)
     arrays = device.vary(arrays)
@@ -130,11 +134,11 @@ def warn_undivided(error: UndividedError) -> None:
     messages.warn(f"{error} {_AT_ONCE}")
 
 
-def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """The call as a function of its arrays, and the arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], is_array)
-    return lambda arrays: call.with_values(names, filled(arrays)).apply(fun), arrays
+    return lambda arrays: fun(call.with_values(names, filled(arrays))), arrays
 
 
 def type_of(leaf: Any, times: float = 1) -> Any:

@@ -5,26 +5,23 @@ Each micro-batch runs once where that is enough (`one_pass`), else level by leve
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import dtypes, tracing
-from optax_accum._core.leaves import check_arrays, is_array, parted
+from optax_accum._arguments.roles import Call
+from optax_accum._core import dtypes
+from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
-from optax_accum._loss.parts import Returns
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
-from optax_accum._within import by_level, splitting
+from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.by_level import axis_of
-from optax_accum._within.cut import AGAIN, cut
-from optax_accum._within.end import Given
-from optax_accum._within.one_pass import OnePass, one_pass
 from optax_accum._within.rules import CallRules
 from optax_accum._within.separate import UnreadableError
 from optax_accum._within.traced_call import (
@@ -33,11 +30,6 @@ from optax_accum._within.traced_call import (
     number_of_microbatches,
     trace_call,
     warn_undivided,
-)
-
-_SUM_OVER_ROWS = (
-    "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
-    "is added in the end. Give the term to the optimizer"
 )
 
 
@@ -73,25 +65,70 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     may_run_at_once = device.is_alone and not rules.meter.measures
     if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
         return _at_once(rules, device, call, fun)
+    over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
-        over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
-        loss = trace_call(fun, call, rules.sizes, call.params, over, rules.crossing)
+        if again:
+            return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
+        gradient = functools.partial(_gradient, rules, fun)
+        program = trace_call(gradient, call, rules.sizes, call.params, over, rules.crossing, moves=False)
     except UndividedError as error:
         if not may_run_at_once:
             error.add_note("Over devices, and with statistics, micro-batches cannot run at once. Change that line.")
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    if collectives := device.collectives(loss.traced):
+    if collectives := device.collectives(program.traced):
+        loss = trace_call(_called(fun), call, rules.sizes, call.params, over)
         raise UnreadableError(loss, collectives, device, rules.returns)
-    device.check_nested(loss.traced)
-    device.check_axes(loss.traced.program.out_avals)
+    device.check_nested(program.traced)
+    outputs = len(jax.tree.leaves(program.traced.shapes[0]))
+    device.check_axes(program.traced.program.out_avals[:outputs])
     if device.one_batch:
-        check_alike(loss, device, call)
-    once = one_pass(loss)
-    if once is None:
-        return _in_levels(rules, device, call, loss, again)
-    return _in_one_pass(rules, device, call, once, again)
+        check_alike(program, device, call, outputs)
+    return _of_gradient(rules, device, program)
+
+
+def _called(fun: Callable[..., Any]) -> Callable[[Call], Any]:
+    return lambda call: call.apply(fun)
+
+
+def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tree, list[Any]]:
+    """What `fun` returns, and the gradient by the inexact parameters."""
+    inexact, filled = parted(call[call.params], is_inexact)
+
+    def loss(inexact: list[Any]) -> tuple[jax.Array, Tree]:
+        outputs = call.with_values(call.params, filled(inexact)).apply(fun)
+        return rules.returns.taken_apart(outputs).loss, outputs
+
+    grads, outputs = jax.grad(loss, has_aux=True)(inexact)
+    return outputs, grads
+
+
+def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
+    """The value and the gradient, by the program that computes both."""
+    params = program.call[program.call.params]
+    named = jax.tree.leaves(dtypes.named_dtypes(rules.accumulator_dtype, params), is_leaf=lambda leaf: leaf is None)
+    kinds = [
+        dtypes.accumulator_dtype(jnp.result_type(leaf), name)
+        for leaf, name in zip(jax.tree.leaves(params), named, strict=True)
+        if is_inexact(leaf)
+    ]
+    results = program.levels.program.outputs
+    count = len(results) - len(kinds)
+    sums = dict(zip(results[count:], kinds, strict=True))
+    store = by_level.evaluated(program.levels, program.units, program.device, program.values, sums)
+    outputs = [jnp.asarray(store.whole(value)) for value in results[:count]]
+    grads = [store.part(value).astype(sums[value]) for value in results[count:]]
+    local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), outputs))
+    return Local(_with_zeros(params, grads), local), same
+
+
+def _with_zeros(params: Tree, grads: Sequence[Any]) -> Tree:
+    """The tree of gradients: those of integers are zeros of a type of their own."""
+    rest = iter(grads)
+    return jax.tree.map(
+        lambda leaf: next(rest) if is_inexact(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0), params
+    )
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
@@ -127,24 +164,25 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
     return fun
 
 
-# Level by level
+# Differentiated again
 
 
-def _in_levels(rules: CallRules, device: Device, call: Call, loss: TracedCall, again: bool) -> tuple[Local, Tree]:
-    """The value and the gradient of a loss that takes rows together before its end."""
-    rules.meter.refuse(
-        "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
-        "gradients of their own. Leave statistics out."
-    )
+def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall) -> tuple[Local, Tree]:
+    """The value and the gradient of a loss, by JAX, which may differentiate them again."""
+    if collectives := device.collectives(loss.traced):
+        raise UnreadableError(loss, collectives, device, rules.returns)
+    device.check_nested(loss.traced)
+    device.check_axes(loss.traced.program.out_avals)
+    if device.one_batch:
+        check_alike(loss, device, call)
+    rules.meter.refuse("no statistics yet")
     names = tuple(call.arguments)
-    once = tracing.is_staged() and not again and rules.in_place is not False
-    values = tracing.refuse_differentiation(loss.call[names], AGAIN) if once else loss.call[names]
 
     def compute(call: Call) -> Any:
         arrays, _ = parted(call[names], is_array)
-        return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, arrays, once=once))
+        return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, arrays))
 
-    grads, outputs = _differentiated(rules, loss.device, call.with_values(names, values), compute)
+    grads, outputs = _differentiated(rules, loss.device, call.with_values(names, loss.call[names]), compute)
     local, same = _placed(device, loss, outputs)
     return Local(grads, local), same
 
@@ -166,57 +204,12 @@ def _widened(grad: Any, named: Any) -> Any:
     return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
 
 
-# In one pass
-
-
-def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
-    """The value and the gradient of a loss whose cotangents are known beforehand."""
-    if rules.meter.measures:
-        once = once.measured
-
-    def contribution(*args: Any) -> Any:
-        *params, batch, fixed = args
-        return once.contribution(jax.tree.leaves(params), batch, fixed)
-
-    count = len(call.params)
-    roles = Roles(contribution, argnums=tuple(range(count)), batch_argnums=count, whole_argnums=count + 1)
-    inner = dataclasses.replace(
-        rules,
-        fun=contribution,
-        roles=roles,
-        returns=Returns(has_aux=True),
-        sizes=splitting.Sizes(once.traced.units.parts, None, 1),
-        weight_fn=once.weight if once.is_filled else None,
-        single=False,
-        aux_reduction=once.reductions,
-    )
-    if once.end.adds:
-        device = device.with_endings(missing=_SUM_OVER_ROWS)
-    sums, _ = cut(inner, device, roles.bind((*call[call.params], once.batch, once.fixed), {}), again).add_up()
-    given = once.joined(sums.outputs)
-    grads = _ended(once, given, sums.grads)
-    local, same = _placed(device, once.traced, once.traced.returned(once.outputs(given)))
-    return Local(grads, local, sums.samples, sums.weight), same
-
-
-def _ended(once: OnePass, given: Given, grads: Any) -> Any:
-    """The gradient after the end of the loss: scaled by its factor, with its own terms added."""
-    leaves, treedef = jax.tree.flatten(grads)
-    if once.factor_at is not None:
-        factor = once.end.factor(given, once.factor_at)
-        leaves = [leaf if dtypes.is_float0(leaf) else leaf * factor.astype(leaf.dtype) for leaf in leaves]
-    if once.end.adds:
-        pairs = zip(leaves, once.end.direct(given), strict=True)
-        leaves = [leaf if more is None else leaf + more.astype(leaf.dtype) for leaf, more in pairs]
-    return treedef.unflatten(leaves)
-
-
 def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
     """Splits outputs: one device's own, and the ones that all have alike; None stands for the others."""
-    leaves = jax.tree.leaves(outputs)
+    leaves, treedef = jax.tree.flatten(outputs)
     if device.is_alone:
-        return loss.returned([None] * len(leaves)), outputs
-    values = loss.levels.program.outputs
+        return treedef.unflatten([None] * len(leaves)), outputs
+    values = loss.levels.program.outputs[: len(leaves)]
     mine: list[Any] = [None] * len(leaves)
     same: list[Any] = [None] * len(leaves)
     for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
@@ -226,4 +219,4 @@ def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree
             same[place] = device.same(leaf)
         else:
             mine[place] = leaf
-    return loss.returned(mine), loss.returned(same)
+    return treedef.unflatten(mine), treedef.unflatten(same)
