@@ -17,7 +17,8 @@ from optax_accum._rows.registry import known
 
 FOLLOWS = frozenset(["add", "add_any", "convert_element_type", "div", "mul", "neg", "reduce_precision", "reshape", "squeeze", "sub", "transpose"])
 MOST_ORIGINS = 2
-_LAYOUT = frozenset(["transpose", "reshape", "squeeze"])
+_LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
+_AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
 _ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
 
 
@@ -84,13 +85,13 @@ class _Division:
     def _read(self, equation: Equation) -> None:
         if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
             self.rowless.update(equation.outs)
+        moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
+        self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
         kind = self.kinds[equation] = self._kind(equation)
         at = max((self.level.get(value, 0) for value in equation.ins), default=0)
         in_loop = not self.model.isdisjoint(equation.ins)
         if in_loop:
             self.model.update(equation.outs)
-            moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
-            self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
             waits = any(self._is_of_loops(value) for value in equation.ins)
             once = kind is Kind.WHOLE or (kind in _ONCE and not self.same.isdisjoint(equation.ins))
             at += (kind is Kind.PARTIAL and not self._follows(equation)) or (once and waits)
@@ -187,13 +188,25 @@ class _Division:
         return begins or goes_on
 
     def _shares_ties(self, equation: Equation) -> bool:
-        """Whether an extreme has a gradient, which the rows that attain it share: only all rows tell how many do."""
-        if equation.name not in ("reduce_max", "reduce_min") or self.moving.isdisjoint(equation.ins):
+        """Whether an extreme is compared with the rows, as its gradient is, which the rows that attain it share.
+
+        Made again in another loop, no row need be equal to it. So all rows are kept, and the extreme is taken of these.
+        """
+        if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
             return False
-        if not jnp.issubdtype(equation.outs[0].aval.dtype, jnp.inexact):
+        result = equation.outs[0]
+        if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
             return False
-        uses = self.used_by.get(equation.outs[0], [])
-        return equation.outs[0] in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+        if result in self.moving:
+            uses = self.used_by.get(result, [])
+            return result in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+        todo = [result]
+        while todo:
+            uses = self.used_by.get(todo.pop(), [])
+            if any(use.name == "eq" for use in uses):
+                return True
+            todo += [value for use in uses if use.name in _AS_IT_IS for value in use.outs]
+        return False
 
     def _adds_to_made(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""

@@ -78,13 +78,12 @@ def folded(
     def slices(index: Any) -> list[Any]:
         return [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in xs]
 
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    program = jax.make_jaxpr(part)(jnp.int32(0), jax.eval_shape(slices, index))
+    program = jax.make_jaxpr(lambda index: part(index, slices(index)))(jnp.int32(0))
     kinds = program.out_avals
 
     def step(index: Any, state: list[Any]) -> list[Any]:
         sums = [adding.Sum(leaf) if how == "sum" else None for leaf, how in zip(state, joins, strict=True)]
-        results = adding.run(program, [index, *slices(index)], sums)
+        results = adding.run(program, [index], sums)
         after: list[Any] = []
         for leaf, result, how, added in zip(state, results, joins, sums, strict=True):
             if added is not None:
