@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import compilers, evaluation
+from optax_accum._core import arithmetic, compilers, evaluation
 
 Finish = Callable[[jax.Array], jax.Array | None]  # of a sum, or of a slice of it, to which nothing more is added
 
@@ -37,7 +37,7 @@ class Sum:
     def add(self, part: Any) -> None:
         part = jnp.asarray(part)
         if self.square is not None:
-            self.square = self.square + squared(part, self.square)
+            self.square = self.square + arithmetic.squared_norm(part, self.square.dtype, self.square.ndim)
         part = self.scaled(part)
         total, part = evaluation.varying_together([self.total, part])
         self.total = total + part
@@ -53,12 +53,6 @@ class Sum:
             found = self.finish(self.total)
             self.is_finished = found is not None
             self.total = self.total if found is None else found
-
-
-def squared(part: Any, like: Any) -> Any:
-    wide = part.astype(jnp.promote_types(part.dtype, like.dtype))
-    square = jnp.real(wide * jnp.conj(wide)) if jnp.iscomplexobj(wide) else wide * wide
-    return jnp.sum(square, axis=tuple(range(like.ndim, part.ndim))).astype(like.dtype)
 
 
 def run(program: Any, values: Sequence[Any], sums: Sequence[Sum | None]) -> list[Any]:
@@ -92,9 +86,14 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum | None], begun: 
         if id(equation) in plan.passed:
             continue
         operands = list(map(read, equation.invars))
-        inside = {at: wanted[plan.terms[var][0]] for at, var in enumerate(equation.outvars) if (id(equation), at) in plan.inside}
+        inside = {
+            at: wanted[plan.terms[var][0]]
+            for at, var in enumerate(equation.outvars)
+            if (id(equation), at) in plan.inside
+        }
         if inside:
-            results = NESTED[equation.primitive.name].run(equation, operands, inside)
+            last = {at for at in inside if left[plan.terms[equation.outvars[at]][0]] == 1}
+            results = NESTED[equation.primitive.name].run(equation, operands, inside, last)
         else:
             results = evaluation.bind(equation, operands)
         for at, (var, result) in enumerate(zip(equation.outvars, results, strict=True)):
@@ -167,7 +166,7 @@ class _Scatter:
         return not is_measured and equation.invars[0] in zeros
 
     @staticmethod
-    def run(equation: Any, values: Sequence[Any], sums: dict[int, Sum]) -> list[Any]:
+    def run(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
         (one,) = sums.values()
         _, at, updates = values
         total, at, updates = evaluation.varying_together([one.total, at, one.scaled(updates)])
@@ -195,7 +194,7 @@ class _Scan:
         return at in plan.begun and uses == 1
 
     @staticmethod
-    def run(equation: Any, values: Sequence[Any], sums: dict[int, Sum]) -> list[Any]:
+    def run(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
         params = equation.params
         consts, carried = compilers.sizes_of_scan(equation)
         body, closed = compilers.opened(params["jaxpr"])
@@ -206,6 +205,7 @@ class _Scan:
         for at in running:
             sums[at].add(start[at])
         others = [at for at in range(carried) if at not in running]
+        finished: set[int] = set()
 
         def step(state: Any, x: Any) -> Any:
             index, carry, totals, slices_of, squares = state
@@ -217,9 +217,10 @@ class _Scan:
                 carry_in[at] = jnp.zeros(body.invars[consts + at].aval.shape, body.invars[consts + at].aval.dtype)
             for at, total, square in zip(stacked, slices_of, squares, strict=True):
                 one = jax.lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
-                inner[at] = Sum(one, _at(square, index), sums[at].scale, sums[at].finish)
+                inner[at] = Sum(one, _at(square, index), sums[at].scale, sums[at].finish if at in last else None)
             begun = {body.invars[consts + at]: at for at in running}
             results = _run(body, (*closed, *fixed, *carry_in, *x), inner, begun)
+            finished.update(at for at in stacked if inner[at].is_finished)
             slices_of = [
                 jax.lax.dynamic_update_index_in_dim(total, inner[at].total, index, 0)
                 for at, total in zip(stacked, slices_of, strict=True)
@@ -240,7 +241,7 @@ class _Scan:
         for at, total in zip(running, totals, strict=True):
             sums[at].total = total
         for at, total, square in zip(stacked, slices_of, squares, strict=True):
-            sums[at].total, sums[at].square = total, square
+            sums[at].total, sums[at].square, sums[at].is_finished = total, square, at in finished
         found = dict(zip(others, carry, strict=True))
         found |= dict(zip([at for at in range(carried, len(equation.outvars)) if at not in sums], ys, strict=True))
         return [found.get(at) for at in range(len(equation.outvars))]

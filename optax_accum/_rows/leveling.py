@@ -23,13 +23,19 @@ _ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
 
 
 def levels_of(
-    program: Program, is_model: Sequence[bool], crossing: Crossing = Crossing.SAVE, *, moves: bool = True
+    program: Program,
+    is_model: Sequence[bool],
+    crossing: Crossing = Crossing.SAVE,
+    *,
+    moves: bool = True,
+    joins_all: bool = False,
 ) -> Levels:
     """How a program runs; `is_model` says which inputs decide more than the batch does, as parameters do.
 
-    `moves`: whether the program may be differentiated by them.
+    `moves`: whether the program may be differentiated by them. `joins_all`: whether all that follows a sum linearly is
+    done to its parts, for these to be whole, where it takes more memory, too.
     """
-    division = _Division(program, is_model, moves, recomputes=crossing is Crossing.RECOMPUTE)
+    division = _Division(program, is_model, moves, recomputes=crossing is Crossing.RECOMPUTE, joins_all=joins_all)
     kinds, model, moving = division.kinds, division.model, division.moving
     return Levels(program, kinds, model, moving, division.stages(), division.bodies, crossing)
 
@@ -59,8 +65,8 @@ class _Division:
     of level 0, whatever takes its rows together: that runs once, before the first loop.
     """
 
-    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, recomputes: bool):
-        self.recomputes = recomputes
+    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, recomputes: bool, joins_all: bool):
+        self.recomputes, self.joins_all = recomputes, joins_all
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
         self.moving = set(self.model) if moves else set()
@@ -147,9 +153,10 @@ class _Division:
         others = [value for value in equation.ins if value not in self.parts and value not in self.zeros]
         alone = all(self.parts[v] == "sum" and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
         known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
-        from_layers = any(self.made[value] in self.bodies or self._adds_to_more(self.made[value]) for value in taken)
+        from_layers = any(self.made[value] in self.bodies for value in taken) and not self.joins_all
         is_output = not set(taken).isdisjoint(self.program.outputs)
-        if not alone or is_output or not known_before or from_layers or not self.moving.isdisjoint(equation.ins):
+        more = any(map(self._adds_to_more, (self.made[value] for value in taken)))
+        if not alone or is_output or not known_before or from_layers or more or not self.moving.isdisjoint(equation.ins):
             return False
         return layers.follows(equation, set(taken), self.zeros)
 
@@ -255,7 +262,8 @@ class _Division:
             return None
         equations = self._in_order(self._closure([*rows, *sums], there))
         takes = [value for e in equations for value in e.ins if value in there]
-        return Loop(equations, sums, rows, list(dict.fromkeys(takes)))
+        onto = {value: self.made[value].ins[0] for value in sums if self._adds_to_more(self.made[value])}
+        return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)
 
     def _is_summed(self, value: Value, now: int) -> bool:
         """Whether a loop gives the parts of a value that is used after it, not only by what joins its parts."""

@@ -50,12 +50,14 @@ class Loop:
       sums: values of which each micro-batch gives a part; the parts are joined. By how: "sum", "max" or "min".
       rows: values that the loop keeps for all rows: a later loop, an equation on all rows or an output takes them.
       takes: values that are there when it starts.
+      onto: values to which some sums are added when they are whole, as a scatter does.
     """
 
     equations: Sequence[Equation]
     sums: dict[Value, str]
     rows: Sequence[Value]
     takes: Sequence[Value]
+    onto: dict[Value, Value]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from optax_accum._rows.units import Units
 from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._within import loops, partial, shared
+from optax_accum._within.fold import NOTHING, Result, Sampled, folded
 
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
@@ -29,10 +30,15 @@ def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]
 
 
 def evaluated(
-    levels: Levels, units: Units, device: Device, values: Sequence[Any], dtypes: Mapping[Value, Any] = MappingProxyType({})
+    levels: Levels,
+    units: Units,
+    device: Device,
+    values: Sequence[Any],
+    asked: Mapping[Value, Result] = MappingProxyType({}),
+    sampled: Sampled = NOTHING,
 ) -> "Store":
-    """The values of a program, evaluated so; `dtypes` are those of sums."""
-    store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), dtypes=dtypes)
+    """The values of a program, evaluated so; `asked` says what becomes of some sums, and what is measured of them."""
+    store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), asked=asked, sampled=sampled)
     for stage in levels.stages:
         for equation in stage.once:
             run_once(equation, levels, store)
@@ -54,7 +60,9 @@ class Store:
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
     sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
     passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
-    dtypes: Mapping[Value, Any] = MappingProxyType({})  # in which some sums are added
+    asked: Mapping[Value, Result] = MappingProxyType({})  # what becomes of some sums
+    sampled: Sampled = NOTHING  # what is measured of them
+    samples: Any = ()
 
     def whole(self, value: Value) -> Any:
         if isinstance(value, Constant | Number):
@@ -161,6 +169,32 @@ def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     return layers.follows(equation, set(parts), layers.Zeros())
 
 
+def sum_of(value: Value, levels: Levels) -> Value | None:
+    """The sum of a loop from which a value is made linearly, as a gradient with decay; None if it takes no sum."""
+    made = {each: equation for equation in levels.program.equations for each in equation.outs}
+    sums = {each for loop in levels.loops for each in loop.sums}
+    while value not in sums:
+        equation = made.get(value)
+        taken = [] if equation is None else [each for each in equation.ins if _takes(each, made, sums)]
+        if len(taken) != 1 or len(equation.outs) != 1:
+            return None if not taken else value
+        (value,) = taken
+    return value
+
+
+def _takes(value: Value, made: dict[Value, Equation], sums: set[Value]) -> bool:
+    """Whether a value takes a sum of a loop."""
+    todo, seen = [value], set()
+    while todo:
+        value = todo.pop()
+        if value in sums:
+            return True
+        if value in made and value not in seen:
+            seen.add(value)
+            todo += made[value].ins
+    return False
+
+
 def _part_of_sum(value: Value, equation: Equation, store: Store) -> Any:
     if value in store.sums:
         return store.sums[value]
@@ -189,16 +223,14 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
         return result if value in levels.moving or not levels.moving else jax.lax.stop_gradient(result)
 
     store.parts.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
-    made = {value: equation for equation in loop.equations for value in equation.outs}
     for (value, joins), total in zip(loop.sums.items(), totals, strict=True):
-        adds_to_more = made[value].name.startswith("scatter") and made[value].ins[0] not in made
-        if joins == "sum" and not levels.moving and not adds_to_more:
+        if joins == "sum" and not levels.moving and value not in loop.onto:
             store.sums[value] = total
-        elif adds_to_more:
-            total = store.device.joined(joins, total)
-            store.values[value] = given(value, finished(made[value], total, store))
-        else:
-            store.values[value] = given(value, store.device.joined(joins, total).astype(value.aval.dtype))
+            continue
+        total = store.device.joined(joins, total)
+        if value in loop.onto:
+            total = total + store.whole(loop.onto[value])
+        store.values[value] = given(value, total.astype(value.aval.dtype))
 
 
 def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], list[Any]]:
@@ -231,10 +263,12 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.parts), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
         return results[: len(loop.rows)], [partial.OVER[joins](leaf, axis=0) for joins, leaf in found]
-    joins = [*[None] * len(loop.rows), *loop.sums.values()]
-    named = [*[None] * len(loop.rows), *(store.dtypes.get(value) for value in loop.sums)]
-    results = loops.folded(lambda index, rows: part(given, wide, index, rows), xs, units.parts, joins, named)
-    return results[: len(loop.rows)], results[len(loop.rows) :]
+    sums = [store.asked.get(value, Result(joins)) for value, joins in loop.sums.items()]
+    sampled = store.sampled if any(one.square is not None for one in sums) else NOTHING
+    results = [*[Result()] * len(loop.rows), *sums]
+    found, samples = folded(lambda index, rows: part(given, wide, index, rows), xs, units.parts, results, sampled)
+    store.samples = samples if sampled is not NOTHING else store.samples
+    return found[: len(loop.rows)], found[len(loop.rows) :]
 
 
 def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
@@ -265,7 +299,6 @@ def evaluate_some(
     equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
 ) -> None:
     """Evaluates equations for the rows of these units: adds their results to `env`."""
-    parts: set[Value] = set()
     for equation in equations:
         with faults.explained(equation):
             values = [_read(env, value) for value in equation.ins]

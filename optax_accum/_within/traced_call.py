@@ -67,10 +67,11 @@ def trace_call(
     crossing: Crossing = Crossing.SAVE,
     *,
     moves: bool = True,
+    joins_all: bool = False,
 ) -> TracedCall:
     """Traces a function of a call that has one device's rows; `model` names the arguments that are no data.
 
-    `moves`: whether the function may be differentiated by these.
+    `moves`, `joins_all`: as in `levels_of`.
 
     Raises:
       UndividedError: `fun` is another program for twice as many rows, has references of its own, or looks at values.
@@ -121,7 +122,7 @@ def trace_call(
     program = dealt_out(program, devices)
     units = program.units // devices
     parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in model for name in owner], crossing, moves=moves)
+    levels = levels_of(program, [name in model for name in owner], crossing, moves=moves, joins_all=joins_all)
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)
     arrays = device.vary(arrays)

@@ -17,11 +17,13 @@ from optax_accum._core import dtypes
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
+from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
-from optax_accum._within.by_level import axis_of
+from optax_accum._within.by_level import axis_of, sum_of
+from optax_accum._within.fold import NOTHING, Result, Sampled
 from optax_accum._within.rules import CallRules
 from optax_accum._within.separate import UnreadableError
 from optax_accum._within.traced_call import (
@@ -30,6 +32,11 @@ from optax_accum._within.traced_call import (
     number_of_microbatches,
     trace_call,
     warn_undivided,
+)
+
+_SUM_OVER_ROWS = (
+    "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
+    "is added in the end. Give the term to the optimizer"
 )
 
 
@@ -70,7 +77,10 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         if again:
             return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
         gradient = functools.partial(_gradient, rules, fun)
-        program = trace_call(gradient, call, rules.sizes, call.params, over, rules.crossing, moves=False)
+        joins_all = rules.meter.measures
+        program = trace_call(
+            gradient, call, rules.sizes, call.params, over, rules.crossing, moves=False, joins_all=joins_all
+        )
     except UndividedError as error:
         if not may_run_at_once:
             error.add_note("Over devices, and with statistics, micro-batches cannot run at once. Change that line.")
@@ -115,12 +125,73 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     ]
     results = program.levels.program.outputs
     count = len(results) - len(kinds)
-    sums = dict(zip(results[count:], kinds, strict=True))
-    store = by_level.evaluated(program.levels, program.units, program.device, program.values, sums)
-    outputs = [jnp.asarray(store.whole(value)) for value in results[:count]]
-    grads = [store.part(value).astype(sums[value]) for value in results[count:]]
-    local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), outputs))
-    return Local(_with_zeros(params, grads), local), same
+    outputs, gradient = results[:count], results[count:]
+    asked = {value: Result("sum", kind) for value, kind in zip(gradient, kinds, strict=True)}
+    sampled, ending = NOTHING, None
+    if rules.meter.measures:
+        asked, sampled = _measured(rules, program, gradient, asked)
+    empty = _with_zeros(params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)])
+    ending = device.ending(empty, None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS)
+    if ending is not None:
+        finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
+        asked = {v: dataclasses.replace(one, finish=end) for (v, one), end in zip(asked.items(), finish, strict=True)}
+    store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
+    found = [jnp.asarray(store.whole(value)) for value in outputs]
+    parts = [store.part(value).astype(asked[value].dtype) for value in gradient]
+    if ending is not None:  # what takes no rows has no loop to be finished in
+        parts = [
+            part if value in store.sums else asked[value].finish(part)
+            for part, value in zip(parts, gradient, strict=True)
+        ]
+    grads = _with_zeros(params, parts)
+    local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
+    weight = jnp.asarray(_rows_of(program) / program.units.devices, dtypes.default_float())
+    return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
+
+
+def _is_of_one_loop(program: TracedCall, gradient: Sequence[Value]) -> bool:
+    """Whether each gradient that depends on rows is a sum of one loop, the same for all."""
+    found = {value for value in gradient if sum_of(value, program.levels) is not None}
+    return any(found <= loop.sums.keys() for loop in program.levels.loops)
+
+
+def _rows_of(program: TracedCall) -> int:
+    """The rows of all devices."""
+    units = program.units
+    return units.number * units.block * units.devices
+
+
+def _measured(
+    rules: CallRules, program: TracedCall, gradient: Sequence[Value], asked: dict[Value, Result]
+) -> tuple[dict[Value, Result], Sampled]:
+    """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
+    params, units, meter = program.call[program.call.params], program.units, rules.meter
+    found = [sum_of(value, program.levels) for value in gradient]
+    sums = [value for value in found if value is not None]
+    if not any(set(sums) <= loop.sums.keys() for loop in program.levels.loops):
+        meter.refuse(
+            "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have "
+            "no gradients of their own. Leave statistics out."
+        )
+    squares = meter.no_squares(params)
+    asked = dict(asked)
+    for value, square, of in zip(found, squares, gradient, strict=True):
+        if value is not None:
+            asked[value] = dataclasses.replace(asked.get(value, asked[of]), square=square)
+
+    def sample(samples: Any, parts: list[Any], index: Any) -> Any:
+        """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
+        rest = iter(parts)
+        each = [next(rest) if value is not None else square for value, square in zip(found, squares, strict=True)]
+        weight = jnp.sum(units.of_part(index) < units.number) * units.block
+        weight = weight.astype(dtypes.default_float())
+        each = [square * (_rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
+        return meter.sample(samples, meter.by_group(_at_leaves(params, each)), weight, False)
+
+    def scalar() -> jax.Array:
+        return program.device.vary(jnp.zeros([], dtypes.default_float()))
+
+    return asked, (meter.samples(params, scalar), sample)
 
 
 def _with_zeros(params: Tree, grads: Sequence[Any]) -> Tree:
@@ -202,6 +273,11 @@ def _differentiated(rules: CallRules, device: Device, call: Call, compute: Calla
 def _widened(grad: Any, named: Any) -> Any:
     """The gradient in the dtype in which it is added over devices."""
     return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
+
+
+def _at_leaves(params: Tree, leaves: Sequence[Any]) -> Tree:
+    """Replaces each parameter that has a gradient by its entry of `leaves`."""
+    return parted(params, is_inexact)[1](leaves)
 
 
 def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:

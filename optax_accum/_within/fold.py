@@ -1,0 +1,105 @@
+"""The fold: one loop over the micro-batches, whose rows are kept and whose sums are added in place.
+
+    for i in range(k): rows[i], parts = part(i); sums += parts
+
+Each part is added where the program of a micro-batch makes it, so no second tree of sums is there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import adding, arithmetic, compilers, evaluation, tracing
+from optax_accum._space import meshes
+from optax_accum._within import partial
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What becomes of a result of the micro-batches.
+
+    Attributes:
+      joins: how their parts are joined: "sum", "max" or "min"; None for rows, which are stacked.
+      dtype: in which a sum is added; None for its own.
+      square: zeros for `|part|^2` of a sum, if it is measured.
+      finish: what the sum is mapped to, where the last part has been added: see `adding.Sum`.
+    """
+
+    joins: str | None = None
+    dtype: Any = None
+    square: Any = None
+    finish: adding.Finish | None = None
+
+
+Sampled = tuple[Any, Callable[[Any, list[Any], Any], Any]]  # samples, and a function that adds squares of a micro-batch
+NOTHING: Sampled = ((), lambda samples, squares, index: samples)
+
+
+def folded(
+    part: Callable[[Any, list[Any]], list[Any]],
+    xs: list[jax.Array],
+    count: int,
+    results: Sequence[Result],
+    sampled: Sampled = NOTHING,
+) -> tuple[list[jax.Array], Any]:
+    """Runs `part(index, rows of xs)` for each micro-batch; returns its results, joined, and the samples."""
+
+    def of_index(index: Any) -> list[Any]:
+        return part(index, [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in xs])
+
+    if not tracing.is_staged():
+        return _eagerly(of_index, count, results, sampled)
+    samples, sample = sampled
+    program = jax.make_jaxpr(of_index)(jnp.int32(0))
+    start: list[Any] = []
+    for kind, result in zip(program.out_avals, results, strict=True):
+        sizes, number = ([count], 0) if result.joins is None else ([], partial.NOTHING[result.joins](kind.dtype))
+        leaf = meshes.filled(sizes, kind, number, result.dtype)
+        start.append(evaluation.varying_as([leaf], [kind])[0])
+
+    def step(index: Any, state: Any, *, ends: bool = False) -> Any:
+        leaves, samples = state
+        sums = [_sum(leaf, result, ends) for leaf, result in zip(leaves, results, strict=True)]
+        found = adding.run(program, [index], sums)
+        after: list[Any] = []
+        for leaf, new, result, added in zip(leaves, found, results, sums, strict=True):
+            if added is not None:
+                after.append(added.total)
+            elif result.joins is None:
+                after.append(jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0))
+            else:
+                after.append(partial.TOGETHER[result.joins](leaf, new))
+        squares = [added.square for added in sums if added is not None and added.square is not None]
+        return after, sample(samples, squares, index)
+
+    state = start, samples
+    if not any(result.finish for result in results):
+        return jax.lax.fori_loop(0, count, step, state)
+    state = jax.lax.fori_loop(0, count - 1, step, state)
+    return step(*compilers.ready_together(jnp.int32(count - 1), state), ends=True)
+
+
+def _sum(leaf: Any, result: Result, ends: bool) -> adding.Sum | None:
+    return adding.Sum(leaf, result.square, finish=result.finish if ends else None) if result.joins == "sum" else None
+
+
+def _eagerly(
+    of_index: Callable[[Any], list[Any]], count: int, results: Sequence[Result], sampled: Sampled
+) -> tuple[list[jax.Array], Any]:
+    samples, sample = sampled
+    totals: list[Any] = [None] * len(results)
+    for index in range(count):
+        squares = []
+        for place, (leaf, result) in enumerate(zip(of_index(jnp.int32(index)), results, strict=True)):
+            leaf = leaf if result.dtype is None else leaf.astype(result.dtype)
+            if result.joins is None:
+                totals[place] = [*(totals[place] or []), leaf]
+            else:
+                totals[place] = leaf if not index else partial.TOGETHER[result.joins](totals[place], leaf)
+            if result.square is not None:
+                squares.append(arithmetic.squared_norm(leaf, result.square.dtype, result.square.ndim))
+        samples = sample(samples, squares, index)
+    return [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in totals], samples
