@@ -21,10 +21,9 @@ from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, w
 from optax_accum._rows import locality
 from optax_accum._rows.denominators import Found
 from optax_accum._rows.leveling import inside_layers, is_over_layers
-from optax_accum._rows.levels import Crossing, Kind, Levels
+from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
 from optax_accum._within import splitting
-from optax_accum._within.rules import as_crossing
 from optax_accum._within.traced_call import TracedCall
 
 _OF_MODULES = (
@@ -41,7 +40,6 @@ def explain(
     argnums: Name | Sequence[Name] = 0,
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
-    crossing: str = "save",
     **kwargs: Any,
 ) -> Explanation:
     """Explains how a loss is split into micro-batches, and what they weigh.
@@ -142,7 +140,7 @@ def explain(
     is_cut = (num_microbatches, microbatch_size) != (None, None)
     sizes = splitting.as_sizes(num_microbatches if is_cut else 1, microbatch_size, 1)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
-    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux, as_crossing(crossing))
+    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux)
     return subject.ask(lambda found: _explained(subject, found, is_cut))
 
 
@@ -229,8 +227,7 @@ def bytes_kept(levels: Levels) -> int:
 
 def bytes_on_host(levels: Levels) -> int:
     """The part of `bytes_kept` that is in the host's memory."""
-    is_there = levels.crossing is Crossing.OFFLOAD
-    return sum(map(bytes_of, kept_by(levels) & levels.for_loops_alone)) if is_there else 0
+    return 0
 
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:

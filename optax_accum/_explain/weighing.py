@@ -22,7 +22,6 @@ from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
-from optax_accum._rows.levels import Crossing
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Program
 from optax_accum._within.splitting import Sizes
@@ -48,7 +47,6 @@ class Subject:
     arguments: dict[Name, Any]
     sizes: Sizes
     has_aux: bool
-    crossing: Crossing = Crossing.SAVE
 
     def ask(self, question: Callable[[TracedCall], Any], *, integers: bool = False) -> Any:
         """Asks the traced loss, and runs nothing; parameters may be `integers`."""
@@ -61,7 +59,7 @@ class Subject:
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
             if not integers:
                 checks.check_differentiable(call[call.params], of_whole_batch=self.roles.of_whole_batch)
-            answers.append(question(trace_call(lambda call: call.apply(self.fun), call, self.sizes, call.params, crossing=self.crossing)))
+            answers.append(question(trace_call(lambda call: call.apply(self.fun), call, self.sizes, call.params)))
 
         jax.eval_shape(read, leaves)
         return answers[0]

@@ -1,43 +1,43 @@
 """How a program of rows is divided into levels: what kind each equation is, and after which loops it can run."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
+from optax_accum._core.equations import every_equation, is_cast_down
 from optax_accum._rows import derivatives, layers, locality, moving
-from optax_accum._rows.levels import Body, Crossing, Kind, Levels, Loop, Stage
-from optax_accum._rows.linear import nonlinear_rules
+from optax_accum._rows.levels import ONCE, Body, Kind, Levels
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
+from optax_accum._rows.staging import staged
 
 FOLLOWS = frozenset(["add", "add_any", "convert_element_type", "div", "mul", "neg", "reduce_precision", "reshape", "squeeze", "sub", "transpose"])
-MOST_ORIGINS = 2
 _LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
 _AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
-_ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
 
 
 def levels_of(
     program: Program,
     is_model: Sequence[bool],
-    crossing: Crossing = Crossing.SAVE,
     *,
     moves: bool = True,
     joins_all: bool = False,
+    own: int | None = None,
+    again: float = 0.0,
 ) -> Levels:
     """How a program runs; `is_model` says which inputs decide more than the batch does, as parameters do.
 
     `moves`: whether the program may be differentiated by them. `joins_all`: whether all that follows a sum linearly is
-    done to its parts, for these to be whole, where it takes more memory, too.
+    done to its parts, for these to be whole, where it takes more memory, too. `own`: how many of the first outputs of
+    the program of a gradient are the function's own; `again`: how much of the function may run once more for less
+    memory, as a share of it.
     """
-    division = _Division(program, is_model, moves, recomputes=crossing is Crossing.RECOMPUTE, joins_all=joins_all)
+    division = Division(program, is_model, moves, joins_all=joins_all)
     kinds, model, moving = division.kinds, division.model, division.moving
-    return Levels(program, kinds, model, moving, division.stages(), division.bodies, crossing)
+    return Levels(program, kinds, model, moving, staged(division, own, again), division.bodies)
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -53,20 +53,18 @@ def inside_layers(equation: Equation, levels: Levels) -> Levels:
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
-    # What a scan stacks of its iterations lies on the device: XLA has no layout for it on the host.
-    crossing = Crossing.SAVE if levels.crossing is Crossing.OFFLOAD else levels.crossing
-    return levels_of(body, is_model, crossing, moves=bool(levels.moving))
+    return levels_of(body, is_model, moves=bool(levels.moving))
 
 
-class _Division:
+class Division:
     """The kind and the level of each equation of a program.
 
     The level of a value is the number of loops that must be over before it can be made. The batch alone decides values
     of level 0, whatever takes its rows together: that runs once, before the first loop.
     """
 
-    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, recomputes: bool, joins_all: bool):
-        self.recomputes, self.joins_all = recomputes, joins_all
+    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, joins_all: bool):
+        self.joins_all = joins_all
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
         self.moving = set(self.model) if moves else set()
@@ -83,7 +81,6 @@ class _Division:
         self.parts: dict[Value, str] = {}  # values of which each micro-batch of a loop gives a part, and how they join
         self.bodies: dict[Equation, Body] = {}
         self.zeros = layers.Zeros()
-        self.origins: dict[Value, Sequence[Value]] = {}
         for equation in self.equations:
             self._read(equation)
             self.zeros.read(equation)
@@ -98,8 +95,8 @@ class _Division:
         in_loop = not self.model.isdisjoint(equation.ins)
         if in_loop:
             self.model.update(equation.outs)
-            waits = any(self._is_of_loops(value) for value in equation.ins)
-            once = kind is Kind.WHOLE or (kind in _ONCE and not self.same.isdisjoint(equation.ins))
+            waits = any(self.is_of_loops(value) for value in equation.ins)
+            once = kind is Kind.WHOLE or (kind in ONCE and not self.same.isdisjoint(equation.ins))
             at += (kind is Kind.PARTIAL and not self._follows(equation)) or (once and waits)
         self.at[equation] = at
         self.level.update(dict.fromkeys(equation.outs, at))
@@ -117,7 +114,7 @@ class _Division:
             joins = "sum" if self._follows(equation) else known(equation.name).partial.joins
             self.parts.update(dict.fromkeys(equation.outs, joins))
 
-    def _is_of_loops(self, value: Value) -> bool:
+    def is_of_loops(self, value: Value) -> bool:
         """Whether a value is there when a loop is over, and not before."""
         return value in self.made and value in self.model and (value.axis is not None or value in self.same)
 
@@ -134,8 +131,7 @@ class _Division:
             view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by and axis is not None])
         if view.has_rows:
             if locality.is_local(view) and not equation.differs:
-                repeats_rule = self.recomputes and self._has_nonlinear_rule(equation)
-                return Kind.WHOLE if repeats_rule else Kind.LOCAL
+                return Kind.LOCAL
             if self._is_partial(equation):
                 return Kind.PARTIAL
             return Kind.LOCAL if self._has_body(equation) else Kind.WHOLE
@@ -155,12 +151,12 @@ class _Division:
         known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
         from_layers = any(self.made[value] in self.bodies for value in taken) and not self.joins_all
         is_output = not set(taken).isdisjoint(self.program.outputs)
-        more = any(map(self._adds_to_more, (self.made[value] for value in taken)))
+        more = any(map(self.adds_to_more, (self.made[value] for value in taken)))
         if not alone or is_output or not known_before or from_layers or more or not self.moving.isdisjoint(equation.ins):
             return False
         return layers.follows(equation, set(taken), self.zeros)
 
-    def _adds_to_more(self, equation: Equation) -> bool:
+    def adds_to_more(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to something else than zeros."""
         return equation.name.startswith("scatter") and equation.ins[0] not in self.zeros
 
@@ -218,112 +214,6 @@ class _Division:
     def _adds_to_made(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""
         return equation.name.startswith("scatter") and equation.ins[0] in self.made
-
-    def stages(self) -> list[Stage]:
-        """The loops in order, each with the equations that run once before it."""
-        there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
-        once, stages = self._once(0, there), []
-        for now in range(max(self.at.values(), default=0) + 1):
-            if loop := self._loop(now, there):
-                there.update(loop.rows, loop.sums)
-                stages.append(Stage(once, loop))
-                once = []
-            once += self._once(now + 1, there)
-        left = self._closure(self.program.outputs, there)
-        return [*stages, Stage([*once, *self._in_order(left)])]
-
-    def _once(self, level: int, there: set[Value]) -> list[Equation]:
-        """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
-
-        def is_now(e: Any) -> bool:
-            return self.at[e] == level and (self.kinds[e] in _ONCE or self._is_of_batch(e))
-
-        once = {equation for equation in self.equations if is_now(equation)}
-        needed = self._closure([value for equation in once for value in equation.ins], there)
-        there.update(value for equation in once for value in equation.outs)
-        return self._in_order(once | needed)
-
-    def _is_of_batch(self, equation: Equation) -> bool:
-        """Whether the batch alone decides a reduction of its rows."""
-        return self.kinds[equation] is Kind.PARTIAL and self.model.isdisjoint(equation.ins)
-
-    def _loop(self, now: int, there: set[Value]) -> Loop | None:
-        """The pass over the micro-batches that makes values for later levels; None if they need none."""
-        sums = {value: joins for value, joins in self.parts.items() if self._is_summed(value, now)}
-        later = [e for e in self.equations if self.at[e] > now and not (self.kinds[e] is Kind.PARTIAL and self.at[e] == now + 1)]
-        in_loops = [e for e in later if self.kinds[e] in (Kind.LOCAL, Kind.PARTIAL)]
-        whole = [e for e in later if self.kinds[e] in _ONCE]
-        crossing = [origin for equation in in_loops for value in equation.ins for origin in self._origins(value)]
-        taken = [] if self.recomputes else crossing
-        outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
-        wanted = [*taken, *(value for equation in whole for value in equation.ins), *outputs]
-        rows = [value for value in dict.fromkeys(wanted) if self._is_kept(value, now, there)]
-        if not (rows or sums):
-            return None
-        equations = self._in_order(self._closure([*rows, *sums], there))
-        takes = [value for e in equations for value in e.ins if value in there]
-        onto = {value: self.made[value].ins[0] for value in sums if self._adds_to_more(self.made[value])}
-        return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)
-
-    def _is_summed(self, value: Value, now: int) -> bool:
-        """Whether a loop gives the parts of a value that is used after it, not only by what joins its parts."""
-        if self.level[value] != now + 1:
-            return False
-        after = [e for e in self.used_by.get(value, ()) if self.kinds[e] is not Kind.PARTIAL or self.at[e] != now + 1]
-        return bool(after) or value in self.program.outputs
-
-    def _is_kept(self, value: Value, now: int, there: set[Value]) -> bool:
-        """Whether a loop keeps a value for all rows; a value that the batch alone decides is made again."""
-        made = value in self.made and value not in there and self.level[value] <= now and value not in self.parts
-        return made and value in self.model and (value.axis is not None or value in self.same)
-
-    def _origins(self, value: Value) -> Sequence[Value]:
-        """The values of rows to keep for a later loop, which makes a value from them again where that is cheap.
-
-        An activation of what one product gave, say, or the sum of two such: from no more than two, and none is larger.
-        """
-        if value not in self.origins:
-            self.origins[value] = [value]
-            equation = self.made.get(value)
-            if equation is not None and value in self.model and self._may_repeat(equation):
-                origins = dict.fromkeys(origin for taken in equation.ins for origin in self._origins(taken))
-                rows = [each for each in origins if each in self.made and each in self.model and each.axis is not None]
-                if len(rows) <= MOST_ORIGINS and all(size_of(each) <= size_of(value) for each in rows):
-                    self.origins[value] = rows
-        return self.origins[value]
-
-    def _may_repeat(self, equation: Equation) -> bool:
-        """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
-        return is_cheap(equation.single) and not self._has_nonlinear_rule(equation)
-
-    def _has_nonlinear_rule(self, equation: Equation) -> bool:
-        return any(nonlinear_rules(equation.single, [value in self.moving for value in equation.ins]))
-
-    def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
-        """The equations that make values which are not there yet."""
-        needed: set[Equation] = set()
-        todo = list(wanted)
-        while todo:
-            value = todo.pop()
-            equation = None if value in there else self.made.get(value)
-            if equation is not None and equation not in needed:
-                needed.add(equation)
-                todo += equation.ins
-        return needed
-
-    def _in_order(self, equations: set[Equation]) -> list[Equation]:
-        return [equation for equation in self.equations if equation in equations]
-
-
-def is_cheap(equation: Any) -> bool:
-    """Whether it costs less to run an equation of a traced program again than to keep its results."""
-    inner = [each for program in inner_programs(equation) for each in program.eqns]
-    return all(map(is_cheap, inner)) if inner else known(equation.primitive.name).is_cheap
-
-
-def size_of(value: Value) -> int:
-    """The bytes of a value."""
-    return value.aval.size * value.aval.dtype.itemsize
 
 
 def _needed(program: Program) -> list[Equation]:

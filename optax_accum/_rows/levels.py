@@ -2,20 +2,10 @@
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from optax_accum._core.equations import every_equation
 from optax_accum._rows.program import Equation, Program, Value
-
-
-class Crossing(enum.Enum):
-    """What becomes of rows that one loop makes and a later one takes."""
-
-    SAVE = "save"
-    RECOMPUTE = "recompute"  # each loop makes again what it takes of earlier ones, from the batch
-    OFFLOAD = "offload"  # to the memory of the host
 
 
 class Kind(enum.Enum):
@@ -26,6 +16,9 @@ class Kind(enum.Enum):
     WHOLE = "once, on all rows"
     MADE = "once; it takes no rows and makes some, which are cut as a batch is"
     FREE = "once; it takes no rows and makes none"
+
+
+ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
 
 
 class Body(NamedTuple):
@@ -78,24 +71,11 @@ class Levels:
     moving: set[Value]  # and is differentiated by them: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Body]  # of the loops over layers whose results are rows and parts of sums
-    crossing: Crossing
 
     @property
     def loops(self) -> list[Loop]:
         """The passes over the micro-batches."""
         return [stage.loop for stage in self.stages if stage.loop]
-
-    @functools.cached_property
-    def for_loops_alone(self) -> set[Value]:
-        """The rows that loops make for later loops, and for nothing else."""
-        once = (value for stage in self.stages for equation in stage.once for value in equation.ins)
-        return {value for loop in self.loops for value in loop.rows}.difference(once, self.program.outputs)
-
-    @property
-    def has_while(self) -> bool:
-        """Whether there is a loop of a length that only the device knows, which has no backward pass."""
-        inside = (each for equation in self.kinds for each in every_equation(equation.single))
-        return any(each.primitive.name == "while" for each in inside)
 
     @property
     def coupling(self) -> list[Equation]:

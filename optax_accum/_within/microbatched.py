@@ -4,10 +4,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_accum._arguments import callables, checks
+from optax_accum._arguments import callables
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name
-from optax_accum._rows.levels import Crossing
 from optax_accum._within import by_level, splitting
 from optax_accum._within.traced_call import UndividedError, trace_call, warn_undivided
 
@@ -18,7 +17,6 @@ def microbatched(
     *,
     microbatch_size: int | None = None,
     batch_argnums: Name | Sequence[Name] = 1,
-    crossing: str = "save",
 ) -> Callable[..., Any]:
     """Computes any function of a batch micro-batch by micro-batch, exactly.
 
@@ -89,11 +87,6 @@ def microbatched(
       >>> bool(jnp.allclose(whole, small))
       True
     """
-    if crossing == Crossing.OFFLOAD.value:
-        raise ValueError(
-            'crossing="offload" needs a gradient that is not differentiated again: take value_and_grad, or "recompute".'
-        )
-    rows_cross = Crossing(checks.one_of("crossing", crossing, ("save", "recompute")))
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False, of_whole_batch=True)
     fun = callables.as_function(fun)
@@ -103,7 +96,7 @@ def microbatched(
         call = roles.bind(args, kwargs)
         others = [name for name in call.arguments if name not in call.batch]
         try:
-            loss = trace_call(lambda call: call.apply(fun), call, sizes, others, crossing=rows_cross)
+            loss = trace_call(lambda call: call.apply(fun), call, sizes, others)
         except UndividedError as error:
             warn_undivided(error)
             return call.apply(fun)

@@ -4,17 +4,19 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import versions
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
-from optax_accum._rows.levels import Crossing
 from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
 from optax_accum._within import gradients, reductions, splitting
+
+RECOMPUTED = 0.6  # of a forward pass, on an accelerator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class CallRules:
     in_place: bool | None
     meter: Meter
     devices: Devices
-    crossing: Crossing = Crossing.SAVE
+    recompute: float = 0.0
     # How micro-batches that count each by itself add up.
     weight_fn: Callable[..., Any] | None = None
     reads: Callable[[Call], Callable[..., Any] | None] | None = None  # `weight_fn`, off the loss of one device
@@ -66,7 +68,7 @@ def as_rules(
     in_place: bool | None = None,
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
-    crossing: str = "save",
+    recompute: float | None = None,
     whole_argnums: Name | Sequence[Name] = (),
     weight_fn: Callable[..., Any] | None = None,
     reads: Callable[[Call], Callable[..., Any] | None] | None = None,
@@ -112,7 +114,7 @@ def as_rules(
         in_place=in_place,
         meter=meter,
         devices=over,
-        crossing=as_crossing(crossing),
+        recompute=as_recompute(recompute),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         reads=reads,
         aux_reduction=aux_reduction,
@@ -120,12 +122,16 @@ def as_rules(
     )
 
 
-def as_crossing(name: str) -> Crossing:
-    """Checks the option `crossing`."""
-    crossing = Crossing(checks.one_of("crossing", name, tuple(each.value for each in Crossing)))
-    if crossing is Crossing.OFFLOAD:
-        versions.require('crossing="offload"', versions.HOST, 'Take "recompute".')
-    return crossing
+def as_recompute(share: Any) -> float:
+    """Checks the option `recompute`; by default none on a CPU, where it does not pay."""
+    if share is None:
+        return 0.0 if jax.default_backend() == "cpu" else RECOMPUTED
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < float("inf"):
+        raise ValueError(
+            f"recompute must be a number >= 0, a share of a forward pass: recompute={share!r}. Pass 0.6 to run up to "
+            "60 % of a forward pass once more."
+        )
+    return float(share)
 
 
 def _check_no_argnums(num_microbatches: Any) -> None:

@@ -15,7 +15,7 @@ from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
 from optax_accum._rows.dealing import dealt_out
 from optax_accum._rows.leveling import levels_of
-from optax_accum._rows.levels import Crossing, Levels
+from optax_accum._rows.levels import Levels
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.places import place_of_error
 from optax_accum._rows.traces import OtherProgramError
@@ -64,14 +64,12 @@ def trace_call(
     sizes: Sizes,
     model: Sequence[Name],
     device: Device | None = None,
-    crossing: Crossing = Crossing.SAVE,
-    *,
-    moves: bool = True,
-    joins_all: bool = False,
+    outputs: Callable[[Tree], int] | None = None,
+    **options: Any,
 ) -> TracedCall:
     """Traces a function of a call that has one device's rows; `model` names the arguments that are no data.
 
-    `moves`, `joins_all`: as in `levels_of`.
+    `outputs` counts the function's own, of a gradient's shapes. The options are those of `levels_of`.
 
     Raises:
       UndividedError: `fun` is another program for twice as many rows, has references of its own, or looks at values.
@@ -122,7 +120,7 @@ def trace_call(
     program = dealt_out(program, devices)
     units = program.units // devices
     parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in model for name in owner], crossing, moves=moves, joins_all=joins_all)
+    levels = levels_of(program, [name in model for name in owner], own=outputs and outputs(single.shapes), **options)
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)
     arrays = device.vary(arrays)

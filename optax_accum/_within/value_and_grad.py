@@ -45,7 +45,7 @@ def value_and_grad(
     in_place: bool | None = None,
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
-    crossing: str = "save",
+    recompute: float | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Replaces `jax.value_and_grad`, one micro-batch at a time.
 
@@ -211,7 +211,7 @@ def value_and_grad(
         in_place=in_place,
         devices=devices,
         statistics=statistics,
-        crossing=crossing,
+        recompute=recompute,
         of_whole_batch=True,
     )
 

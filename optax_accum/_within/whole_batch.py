@@ -77,9 +77,16 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         if again:
             return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
         gradient = functools.partial(_gradient, rules, fun)
-        joins_all = rules.meter.measures
         program = trace_call(
-            gradient, call, rules.sizes, call.params, over, rules.crossing, moves=False, joins_all=joins_all
+            gradient,
+            call,
+            rules.sizes,
+            call.params,
+            over,
+            moves=False,
+            joins_all=rules.meter.measures,
+            outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
+            again=rules.recompute,
         )
     except UndividedError as error:
         if not may_run_at_once:

@@ -1,0 +1,97 @@
+"""Which rows to keep for a later loop: the fewest bytes from which it makes what it takes, a minimum cut.
+
+An equation may run again at a price. Each value is either kept, for its bytes, or made again, of values that are kept or
+made again themselves.
+"""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from optax_accum._rows.program import Equation, Value
+
+ALWAYS = 1 << 62  # the price of what cannot be
+
+
+def smallest(
+    wanted: Iterable[Value],
+    made: dict[Value, Equation],
+    bytes_of: Callable[[Value], int],
+    price_of: Callable[[Equation], int],
+) -> list[Value]:
+    """The values to keep, of which the `wanted` ones are made, each as late as possible.
+
+    Args:
+      wanted: the values that a later loop takes.
+      made: the equations that make values.
+      bytes_of: what it costs to keep a value; 0 for one that is there anyway.
+      price_of: what it costs to run an equation again; `ALWAYS` for one that must not.
+    """
+    network = _Network()
+    todo, seen = list(dict.fromkeys(wanted)), dict[Value, None]()
+    for value in todo:
+        network.edge((value, "kept"), network.sink, ALWAYS)
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen[value] = None
+        size, equation = bytes_of(value), made.get(value)
+        network.edge((value, "made"), (value, "kept"), size)
+        if not size:
+            continue
+        price = ALWAYS if equation is None else price_of(equation)
+        network.edge(network.source, (value, "made"), price)
+        if equation is not None and price < ALWAYS:
+            for taken in equation.ins:
+                network.edge((taken, "kept"), (value, "made"), ALWAYS)
+                todo.append(taken)
+    late = network.reaching_sink()
+    return [v for v in seen if (v, "kept") in late and (v, "made") not in late and bytes_of(v)][::-1]
+
+
+class _Network:
+    """A flow network; edges go from the source to the sink."""
+
+    def __init__(self) -> None:
+        self.source, self.sink = object(), object()
+        self.left: dict[Any, dict[Any, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
+
+    def edge(self, begin: Any, end: Any, capacity: int) -> None:
+        self.left[begin][end] += capacity
+        self.left[end][begin] += 0
+
+    def reaching_sink(self) -> set[Any]:
+        """What still reaches the sink when no more can flow: one side of the latest of the minimum cuts."""
+        while path := self._path():
+            least = min(self.left[a][b] for a, b in path)
+            for a, b in path:
+                self.left[a][b] -= least
+                self.left[b][a] += least
+        reaches, todo = {self.sink}, [self.sink]
+        while todo:
+            end = todo.pop()
+            for begin in self.left[end]:
+                if begin not in reaches and self.left[begin][end] > 0:
+                    reaches.add(begin)
+                    todo.append(begin)
+        return reaches
+
+    def _path(self) -> list[tuple[Any, Any]]:
+        """A shortest path along which more can flow."""
+        before: dict[Any, Any] = {self.source: None}
+        todo = collections.deque([self.source])
+        while todo:
+            begin = todo.popleft()
+            for end, left in self.left[begin].items():
+                if left > 0 and end not in before:
+                    before[end] = begin
+                    todo.append(end)
+                    if end is self.sink:
+                        todo.clear()
+                        break
+        path, end = [], self.sink if self.sink in before else None
+        while end is not None and before[end] is not None:
+            path.append((before[end], end))
+            end = before[end]
+        return path

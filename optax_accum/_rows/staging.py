@@ -1,0 +1,218 @@
+"""The loops of a program of rows, in order: what each runs, and which rows it keeps for later ones.
+
+What crosses from one loop to the next is a minimum cut, by bytes: what is cheap is made again. A program of a gradient
+goes forward, then backward. What its backward loops take of the forward ones is made again, micro-batch by micro-batch,
+from the rows with which a forward loop began, or from earlier ones, its bases, as far as a share of the forward pass
+may run once more.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from optax_accum._core.equations import inner_programs
+from optax_accum._rows import cuts
+from optax_accum._rows.levels import ONCE, Kind, Loop, Stage
+from optax_accum._rows.linear import nonlinear_rules
+from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.registry import known
+
+if TYPE_CHECKING:
+    from optax_accum._rows.leveling import Division
+
+READING = 4  # what is kept anyway costs a fourth of its bytes where it is read
+STEPS = 6  # of a search for a price
+
+
+def staged(division: "Division", own: int | None, again: float) -> list[Stage]:
+    """The loops, each with the equations that run once before it; `own` and `again` are as in `levels_of`."""
+    return _Staging(division, own, again).stages()
+
+
+class _Staging:
+    def __init__(self, division: "Division", own: int | None, again: float):
+        self.division, self.program, self.equations = division, division.program, division.equations
+        self.kinds, self.made, self.level, self.model = division.kinds, division.made, division.level, division.model
+        outputs = self.program.outputs[:own]
+        is_backward = own is not None and len(self.program.outputs) > own
+        self.turn = max((self.level.get(v, 0) for v in outputs), default=0) if is_backward else 1 << 30
+        self.always: set[Value] = set()  # rows that equations on all rows take, or outputs
+        self.frontier: set[Value] = set()  # rows that the last loop has left for later ones
+        self.bases: set[Value] = self._bases(again) if is_backward else set()
+
+    def stages(self) -> list[Stage]:
+        there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
+        once, stages = self._once(0, there), []
+        for now in range(max(self.division.at.values(), default=0) + 1):
+            if loop := self._loop(now, there):
+                there.update(loop.rows, loop.sums)
+                stages.append(Stage(once, loop))
+                once = []
+            once += self._once(now + 1, there)
+        left = self._closure(self.program.outputs, there)
+        return [*stages, Stage([*once, *self._in_order(left)])]
+
+    def _once(self, level: int, there: set[Value]) -> list[Equation]:
+        """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
+        once = {e for e in self.equations if self.division.at[e] == level and self._runs_once(e)}
+        needed = self._closure([value for equation in once for value in equation.ins], there)
+        there.update(value for equation in once for value in equation.outs)
+        return self._in_order(once | needed)
+
+    def _runs_once(self, equation: Equation) -> bool:
+        """Whether an equation runs between loops; a reduction of rows does if the batch alone decides it."""
+        is_of_batch = self.kinds[equation] is Kind.PARTIAL and self.model.isdisjoint(equation.ins)
+        return self.kinds[equation] in ONCE or is_of_batch
+
+    def _runs_in(self, equation: Equation) -> int:
+        """The loop that is the first to run an equation."""
+        return self.division.at[equation] - (self.kinds[equation] is Kind.PARTIAL)
+
+    def _loop(self, now: int, there: set[Value]) -> Loop | None:
+        """The pass over the micro-batches that makes values for later levels; None if they need none."""
+        sums = {value: joins for value, joins in self.division.parts.items() if self._is_summed(value, now)}
+        whole = [e for e in self.equations if self.division.at[e] > now and self.kinds[e] in ONCE]
+        outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
+        wanted = [*(value for equation in whole for value in equation.ins), *outputs]
+        always = [value for value in dict.fromkeys(wanted) if self._is_made(value, now)]
+        self.always.update(always)
+        cut = self._crossing(now)
+        rows = [value for value in dict.fromkeys([*cut, *always]) if value not in there]
+        if not (rows or sums):
+            return None
+        equations = self._in_order(self._closure([*rows, *sums], there))
+        takes = [value for e in equations for value in e.ins if value in there]
+        onto = {value: self.made[value].ins[0] for value in sums if self.division.adds_to_more(self.made[value])}
+        there.difference_update(self.frontier.difference(cut, self.always))
+        self.frontier = set(cut)
+        return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)
+
+    def _crossing(self, now: int) -> list[Value]:
+        """The rows of the model that are kept after a loop for later ones: the fewest bytes that tell the rest."""
+        later = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) > now]
+        taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_residual(v, e)]
+        bases = [value for value in self.bases if self._is_made(value, now)]
+
+        def bytes_of(value: Value) -> int:
+            is_kept = value in self.always or value in self.bases or not self._is_made(value, now)
+            return 0 if is_kept else size_of(value)
+
+        makes = {value: e for value, e in self.made.items() if value not in self.frontier}
+        def price_of(equation: Equation) -> int:
+            return 0 if self._is_cheap(equation) else cuts.ALWAYS
+
+        return [*cuts.smallest(taken, makes, bytes_of, price_of), *bases]
+
+    def _is_summed(self, value: Value, now: int) -> bool:
+        """Whether a loop gives the parts of a value that is used after it, not only by what joins its parts."""
+        if self.level[value] != now + 1:
+            return False
+        uses = self.division.used_by.get(value, ())
+        after = [e for e in uses if self.kinds[e] is not Kind.PARTIAL or self.division.at[e] != now + 1]
+        return bool(after) or value in self.program.outputs
+
+    def _is_made(self, value: Value, now: int) -> bool:
+        """Whether a value is rows of the model that loops so far have made; what the batch decides is made again."""
+        return self.division.is_of_loops(value) and value not in self.division.parts and self.level[value] <= now
+
+    def _is_residual(self, value: Value, equation: Equation) -> bool:
+        """Whether a backward loop takes a value of a forward one: it is made again from bases."""
+        return self._runs_in(equation) >= self.turn > self.level.get(value, 0)
+
+    def _bases(self, again: float) -> set[Value]:
+        """The rows from which backward loops make again what they take of forward ones.
+
+        Each runs the forward loop of the last of these values once more. That from earlier rows more is run, at a
+        price for what it moves, leaves out bases; the price is the least at which no more than allowed is run.
+        """
+        wanted = self._wanted()
+        if not again or not wanted:
+            return self._bases_at(None, wanted)
+        allowed = again * sum(map(_cost, self._closure([v for values in wanted.values() for v in values], set())))
+        low, high = 2.0**-6, 2.0**6
+        best = self._bases_at(high, wanted)
+        for _ in range(STEPS):
+            price = math.sqrt(low * high)
+            found = self._bases_at(price, wanted)
+            if sum(self._cost_again(level, values, found) for level, values in wanted.items()) <= allowed:
+                best, high = found, price
+            else:
+                low = price
+        return best
+
+    def _wanted(self) -> dict[int, list[Value]]:
+        """The rows that backward loops take of forward ones, by the last forward loop that makes some of them."""
+        by_loop: dict[int, dict[Value, None]] = {}
+        for equation in self.equations:
+            if not self._runs_once(equation) and self._runs_in(equation) >= self.turn:
+                taken = (v for v in equation.ins if self._is_made(v, self.turn - 1))
+                by_loop.setdefault(self._runs_in(equation), {}).update(dict.fromkeys(taken))
+        wanted: dict[int, dict[Value, None]] = {}
+        for values in by_loop.values():
+            if values:
+                wanted.setdefault(max(self.level[value] for value in values), {}).update(values)
+        return {level: list(wanted[level]) for level in sorted(wanted)}
+
+    def _bases_at(self, price: float | None, wanted: dict[int, list[Value]]) -> set[Value]:
+        """The bases, where running an expensive equation once more has this price; None: none is."""
+        kept: set[Value] = set()
+
+        def bytes_of(value: Value) -> int:
+            if not self._is_made(value, self.turn - 1):
+                return 0
+            return size_of(value) // READING if value in kept else size_of(value)
+
+        for level, values in wanted.items():
+
+            def price_of(equation: Equation, level: int = level) -> int:
+                if self._is_again_free(equation, level):
+                    return 0
+                return cuts.ALWAYS if price is None else int(price * _cost(equation))
+
+            kept.update(cuts.smallest(values, self.made, bytes_of, price_of))
+        return kept
+
+    def _is_again_free(self, equation: Equation, level: int) -> bool:
+        """Whether a backward loop may run an equation once more, whatever it costs: one of its forward loop."""
+        return self._runs_in(equation) == level or self._is_cheap(equation)
+
+    def _cost_again(self, level: int, values: list[Value], bases: set[Value]) -> float:
+        again = self._closure(values, bases)
+        return sum(_cost(equation) for equation in again if not self._is_again_free(equation, level))
+
+    def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
+        """The equations that make values which are not there yet."""
+        needed: set[Equation] = set()
+        todo = list(wanted)
+        while todo:
+            value = todo.pop()
+            equation = None if value in there else self.made.get(value)
+            if equation is not None and equation not in needed:
+                needed.add(equation)
+                todo += equation.ins
+        return needed
+
+    def _in_order(self, equations: set[Equation]) -> list[Equation]:
+        return [equation for equation in self.equations if equation in equations]
+
+    def _is_cheap(self, equation: Equation) -> bool:
+        """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
+        moves = [value in self.division.moving for value in equation.ins]
+        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single, moves))
+
+
+def is_cheap(equation: Any) -> bool:
+    """Whether it costs less to run an equation of a traced program again than to keep its results."""
+    inner = [each for program in inner_programs(equation) for each in program.eqns]
+    return all(map(is_cheap, inner)) if inner else known(equation.primitive.name).is_cheap
+
+
+def _cost(equation: Equation) -> int:
+    """The bytes that an equation moves; a cheap one is part of what takes its results."""
+    rows = [value for value in (*equation.ins, *equation.outs) if value.axis is not None]
+    return 0 if is_cheap(equation.single) else sum(map(size_of, rows))
+
+
+def size_of(value: Value) -> int:
+    """The bytes of a value."""
+    return value.aval.size * value.aval.dtype.itemsize
