@@ -4,11 +4,12 @@ Across calls rows must be separate. Tokens that are sorted by expert, multiplied
 added to the row before it is not, and no weight makes micro-batches of such a loss add up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from optax_accum._rows import apart
 from optax_accum._rows.levels import Kind
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
@@ -32,6 +33,7 @@ class Order(NamedTuple):
 
 OWN = Order(None)  # the batch's
 _REDUCES = ("reduce_", "arg", "cum", "dot_general", "sort", "top_k")
+_PRODUCTS = ("mul", "and", "dot_general")
 
 
 class Orders:
@@ -70,6 +72,8 @@ class Orders:
             is_separate = isinstance(found, Order) and all(value.axis is not None for value in equation.outs)
             return is_separate, found if isinstance(found, str) else None
         with_rows = [value for value in equation.ins if value.axis is not None]
+        if self.neutral.issuperset(with_rows):
+            self.neutral.update(value for value in equation.outs if value.axis is not None)
         orders = {self.order(value) for value in with_rows if value not in self.alike}
         if not orders:
             self.alike.update(equation.outs)
@@ -89,21 +93,45 @@ class Orders:
         if self.neutral.issuperset(rows):
             self.neutral.update(equation.outs)
             return False, None
-        known = [self.coupled[value] for value in rows if value in self.coupled]
+        known = self._known(equation, rows)
+        certain = known[0] if known and None not in known else None
         if all(value.axis != COUPLED for value in equation.outs):
-            is_reduced = equation.name.startswith(_REDUCES) and known and None not in known
+            is_reduced = equation.name.startswith(_REDUCES) and certain is not None
             if not is_reduced and equation.name == "concatenate" and BY_PLACE in known:  # a roll
                 self.of.update(dict.fromkeys(equation.outs, Order(equation)))
-            return False, known[0] if is_reduced else None
+            return False, certain if is_reduced else None
         if not known:
-            why_not: str | None = COMPARED
+            certain = COMPARED
             if equation.name in ("slice", "dynamic_slice"):
-                why_not = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
+                certain = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
             elif equation.name in ("eq", "ne") and self.model.isdisjoint(equation.ins):
-                why_not = None  # whether two rows are of one group
-            known = [why_not]
-        self.coupled.update(dict.fromkeys(equation.outs, None if None in known else known[0]))
-        return False, None
+                certain = None  # whether two rows are of one group
+        self.coupled.update(dict.fromkeys(equation.outs, certain))
+        return False, certain if apart.reduces_growing(equation) else None
+
+    def _known(self, equation: Equation, rows: Sequence[Value]) -> list[str | None]:
+        """Why a reduction of each operand is certainly none of rows; None for each of which that is not known."""
+        known = [self.coupled[value] for value in rows if value in self.coupled]
+        if equation.name == "select_n" and equation.ins[0] in self.neutral:
+            cases = self._entries_apart(equation, 0)
+            return known if cases is None else self._chosen(equation, cases)
+        if equation.name in _PRODUCTS:
+            masks = [place for place, value in enumerate(equation.ins) if value in self.neutral]
+            entries = [self._entries_apart(equation, place) for place in masks]
+            return known if all(each is None or any(each) for each in entries) else [None]
+        return known
+
+    def _entries_apart(self, equation: Equation, mask: int) -> list[Any] | None:
+        """The entries of a mask at which two rows meet, as far as they are known; None if rows do not meet in it."""
+        entries = apart.entries_apart(equation, mask, self.makers)
+        return None if entries is None else [entry for entry in entries if entry is not None]
+
+    def _chosen(self, equation: Equation, cases: Sequence[Any]) -> list[str | None]:
+        """What is known of a choice, by the cases that are taken where two rows meet; if none is known, by all."""
+        places = {int(case) for case in cases} or range(len(equation.ins) - 1)
+        found = [self.coupled.get(equation.ins[1 + place]) for place in places]
+        certain = next((why_not for why_not in found if why_not), None)
+        return [certain if cases or None not in found else None]
 
     # Indices
 
