@@ -106,6 +106,8 @@ class Orders:
                 certain = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
             elif equation.name in ("eq", "ne") and self.model.isdisjoint(equation.ins):
                 certain = None  # whether two rows are of one group
+            elif equation.name == "pad":
+                certain = None  # rows that are added, as zeros are, count for nothing
         self.coupled.update(dict.fromkeys(equation.outs, certain))
         return False, certain if apart.reduces_growing(equation) else None
 
