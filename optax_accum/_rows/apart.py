@@ -37,9 +37,9 @@ def reduces_growing(equation: Equation) -> bool:
 
 
 def entries_apart(equation: Equation, operand: int, makers: Makers) -> list[Any] | None:
-    """Some entries of an operand at which the first row meets the last one; None for each that is not known.
+    """The entries of an operand at which the first row meets the last one, as far as they are known.
 
-    None in place of a list if the operand has rows along one axis alone.
+    None if the operand has rows along one axis alone.
     """
     value, types = equation.ins[operand], (equation.single.invars[operand], equation.double.invars[operand])
     axes = growing(*types)
@@ -47,8 +47,16 @@ def entries_apart(equation: Equation, operand: int, makers: Makers) -> list[Any]
         return None
     last = [size - 1 if axis in axes else 0 for axis, size in enumerate(value.aval.shape)]
     places = [tuple(0 if axis == first else at for axis, at in enumerate(last)) for first in axes]
-    known_entries: dict[tuple[Value, Place], Any] = {}
-    return [_entry(value, place, makers, known_entries) for place in places]
+    found: dict[tuple[Value, Place], Any] = {}
+    entries = [_entry(value, place, makers, found) for place in places]
+    return [entry for entry in entries if entry is not None]
+
+
+def of_choice(cases: Sequence[Any], certain: Sequence[str | None]) -> str | None:
+    """What is certain of a choice: of one of the cases taken where two rows meet; of all if it is not known which."""
+    places = {int(case) for case in cases} or range(len(certain))
+    found = [certain[place] for place in places]
+    return next(filter(None, found), None) if cases or None not in found else None
 
 
 def _entry(value: Value, place: Place, makers: Makers, found: dict[tuple[Value, Place], Any]) -> Any:

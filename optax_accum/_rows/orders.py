@@ -47,6 +47,7 @@ class Orders:
             Value, str | None
         ] = {}  # rows along several axes, or cut off: why a reduction is none of rows
         self.neutral: set[Value] = set()  # rows that no row of the batch decides, as a diagonal
+        self.other_groups: dict[Value, int] = {}  # the case that a choice by this takes for rows of other groups
         self.makers: dict[Value, Equation] = {}
         self.permutations: dict[Value, Equation] = {}  # from an index to the sort that returns it
         self.undone: dict[Value, Equation] = {}  # from the index that sorts back, to that sort
@@ -106,34 +107,32 @@ class Orders:
                 certain = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
             elif equation.name in ("eq", "ne") and self.model.isdisjoint(equation.ins):
                 certain = None  # whether two rows are of one group
+                self.other_groups.update(dict.fromkeys(equation.outs, int(equation.name == "ne")))
             elif equation.name == "pad":
                 certain = None  # rows that are added, as zeros are, count for nothing
+        if equation.name == "not" and equation.ins[0] in self.other_groups:
+            self.other_groups[equation.outs[0]] = 1 - self.other_groups[equation.ins[0]]
         self.coupled.update(dict.fromkeys(equation.outs, certain))
         return False, certain if apart.reduces_growing(equation) else None
 
     def _known(self, equation: Equation, rows: Sequence[Value]) -> list[str | None]:
         """Why a reduction of each operand is certainly none of rows; None for each of which that is not known."""
         known = [self.coupled[value] for value in rows if value in self.coupled]
-        if equation.name == "select_n" and equation.ins[0] in self.neutral:
-            cases = self._entries_apart(equation, 0)
-            return known if cases is None else self._chosen(equation, cases)
+        if equation.name == "select_n":
+            cases = self._cases_apart(equation)
+            return known if cases is None else [apart.of_choice(cases, list(map(self.coupled.get, equation.ins[1:])))]
         if equation.name in _PRODUCTS:
             masks = [place for place, value in enumerate(equation.ins) if value in self.neutral]
-            entries = [self._entries_apart(equation, place) for place in masks]
+            entries = [apart.entries_apart(equation, place, self.makers) for place in masks]
             return known if all(each is None or any(each) for each in entries) else [None]
         return known
 
-    def _entries_apart(self, equation: Equation, mask: int) -> list[Any] | None:
-        """The entries of a mask at which two rows meet, as far as they are known; None if rows do not meet in it."""
-        entries = apart.entries_apart(equation, mask, self.makers)
-        return None if entries is None else [entry for entry in entries if entry is not None]
-
-    def _chosen(self, equation: Equation, cases: Sequence[Any]) -> list[str | None]:
-        """What is known of a choice, by the cases that are taken where two rows meet; if none is known, by all."""
-        places = {int(case) for case in cases} or range(len(equation.ins) - 1)
-        found = [self.coupled.get(equation.ins[1 + place]) for place in places]
-        certain = next((why_not for why_not in found if why_not), None)
-        return [certain if cases or None not in found else None]
+    def _cases_apart(self, equation: Equation) -> list[Any] | None:
+        """The cases that a choice takes where two rows meet, as far as they are known; None if it is by no mask."""
+        test = equation.ins[0]
+        if test in self.other_groups:
+            return [self.other_groups[test]]
+        return apart.entries_apart(equation, 0, self.makers) if test in self.neutral else None
 
     # Indices
 
