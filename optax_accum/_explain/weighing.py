@@ -108,11 +108,11 @@ def weight_of(subject: Subject, program: Program, term: str | None, denominator:
     if denominator.makes is None:
         return Weight(PLAIN if denominator.by is None else "its number of rows", term=term, sums=sums)
     of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
-    guard = denominator.guard and denominator.guard.place
-    place = denominator.makes.place
+    guard, place = denominator.guard, denominator.makes.place
     names = [text for _, text, _ in subject.inputs]
     expression = summed(program, denominator, names, subject.fun)
-    return Weight(f"the sum over rows at {place}", term, place, of, guard, sums, expression)
+    text, by = f"the sum over rows at {place}", guard.name if guard else ""
+    return Weight(text, term, place, of, guard and guard.place, sums, expression, by)
 
 
 def _count(weight: Any, denominator: Denominator, times: int) -> jax.Array:

@@ -80,7 +80,7 @@ class Orders:
             self.alike.update(equation.outs)
             return True, None
         if len(orders) > 1:
-            return False, MEETS
+            return False, f"{equation.name} where {MEETS}"
         (order,) = orders
         self.of.update((value, order) for value in equation.outs if value.axis is not None and order != OWN)
         return True, order.why_not if kind is Kind.PARTIAL else None

@@ -193,7 +193,7 @@ class Reading:
             pairs = zip(equation.ins, forms, strict=True)
             forms = [Form() if self.orders.numbers_rows(value) else form for value, form in pairs]
         if kind is Kind.MADE and not _draws(equation):
-            return self._failed(equation, "depends on the place of a row in its batch")
+            return self._failed(equation, f"{equation.name} depends on the place of a row in its batch")
         rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
