@@ -33,6 +33,7 @@ class Order(NamedTuple):
 
 OWN = Order(None)  # the batch's
 _REDUCES = ("reduce_", "arg", "cum", "dot_general", "sort", "top_k")
+_SAME = ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims", "device_put")
 _PRODUCTS = ("mul", "and", "dot_general")
 
 
@@ -139,7 +140,7 @@ class Orders:
     def index(self, value: Value) -> Value:
         """The index that an operation takes, before it was cast, reshaped and made positive."""
         while (made := self.makers.get(value)) is not None:
-            if made.name in ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims"):
+            if made.name in _SAME and len(made.ins) == 1:
                 value = made.ins[0]
             elif self._is_made_positive(made) or (made.name == "max" and self.is_number(made.ins[0], 0)):
                 value = made.ins[1]
