@@ -17,7 +17,7 @@ from optax_accum._explain.explanation import (
     Explanation,
     Weight,
 )
-from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
+from optax_accum._explain.weighing import Subject, differs_along, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows import locality
 from optax_accum._rows.denominators import Found
 from optax_accum._rows.leveling import inside_layers, is_over_layers
@@ -140,7 +140,8 @@ def explain(
     is_cut = (num_microbatches, microbatch_size) != (None, None)
     sizes = splitting.as_sizes(num_microbatches if is_cut else 1, microbatch_size, 1)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
-    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux)
+    along = differs_along((args, list(kwargs.values())))
+    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux, along)
     return subject.ask(lambda found: _explained(subject, found, is_cut))
 
 

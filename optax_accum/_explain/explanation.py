@@ -57,6 +57,7 @@ class Weight:
       guard: the line that keeps it from zero, if there is one.
       sums: the lines of the sums over rows that it divides.
       summed: what is added up, as an expression; "" where that is too long.
+      guarded_by: the operation at `guard`; "" if there is none.
     """
 
     text: str
@@ -66,6 +67,7 @@ class Weight:
     guard: Place | None = None
     sums: tuple[Place, ...] = ()
     summed: str = ""
+    guarded_by: str = ""
 
     def __str__(self) -> str:
         of = self.summed or " and ".join(self.of)
@@ -170,8 +172,8 @@ class Explanation:
             for weight in self.weights:
                 yield from _filled(f"{_divides(weight)}: {weight}", "  ")
             yield from _filled("Within a call value_and_grad takes them all.")
-        for guard in dict.fromkeys(weight.guard for weight in self.weights if weight.guard):
-            yield from _filled(f"The line {guard} keeps the sum from zero; the weight may be 0.")
+        for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in self.weights if weight.guard):
+            yield from _filled(f"{by}, {guard}, keeps the sum from zero; the weight may be 0.")
 
 
 _BEFORE = {

@@ -12,6 +12,7 @@ from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows, of_rows
 from optax_accum._core import dtypes, messages
+from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.messages import counted
@@ -38,15 +39,21 @@ def has_type(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+def differs_along(tree: Tree) -> tuple[frozenset[str], ...]:
+    """Returns the axes of a `jax.shard_map` along which each array, or type of one, may differ between devices."""
+    return tuple(varying_axes(leaf) for leaf in jax.tree.leaves(tree) if has_type(leaf))
+
+
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A loss, with the arguments of one call: arrays or their types."""
+    """A loss, with the arguments of one call, arrays or their types; `along`: what `differs_along` says of these."""
 
     fun: Callable[..., Any]
     roles: Roles
     arguments: dict[Name, Any]
     sizes: Sizes
     has_aux: bool
+    along: tuple[frozenset[str], ...] = ()
 
     def ask(self, question: Callable[[TracedCall], Any], *, integers: bool = False) -> Any:
         """Asks the traced loss, and runs nothing; parameters may be `integers`."""
@@ -89,7 +96,8 @@ def terms_of(subject: Subject, found: TracedCall) -> dict[str | None, Found] | N
     terms = loss if isinstance(loss, dict) else {None: loss}
     if any(map(is_ratio, terms.values())):
         return None
-    return {name: denominators_of(found.levels, others, place) for place, name in enumerate(sorted(terms, key=str))}
+    names = sorted(terms, key=str)
+    return {name: denominators_of(found.levels, others, place, subject.along) for place, name in enumerate(names)}
 
 
 def weight_of(subject: Subject, program: Program, term: str | None, denominator: Denominator) -> Weight:
@@ -98,11 +106,11 @@ def weight_of(subject: Subject, program: Program, term: str | None, denominator:
     if denominator.makes is None:
         return Weight(PLAIN if denominator.by is None else "its number of rows", term=term, sums=sums)
     of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
-    guard = denominator.guard and denominator.guard.place
-    place = denominator.makes.place
+    guard, place = denominator.guard, denominator.makes.place
     names = [text for _, text, _ in subject.inputs]
     expression = summed(program, denominator, names, subject.fun)
-    return Weight(f"the sum over rows at {place}", term, place, of, guard, sums, expression)
+    text, by = f"the sum over rows at {place}", guard.name if guard else ""
+    return Weight(text, term, place, of, guard and guard.place, sums, expression, by)
 
 
 def _count(weight: Any, denominator: Denominator, times: int) -> jax.Array:
@@ -165,7 +173,7 @@ class Weigher:
     def _of(self, call: Call) -> Read | None:
         """Returns the sum over rows that divides the loss; None where a micro-batch counts by its rows."""
         batch = call[call.batch]
-        types = (jax.tree.structure(batch), *jax.tree.leaves(typed(batch)))
+        types = (jax.tree.structure(batch), *jax.tree.leaves(typed(batch)), *differs_along(batch))
         if types not in self._known:
             self._known[types] = self._read(call)
         return self._known[types]
@@ -199,7 +207,8 @@ class Weigher:
         """Returns the loss with the types of a call; of two rows, if it has one."""
         call = call.with_values(call.batch, _repeated(call[call.batch], _times(call[call.batch])))
         types = {name: typed(argument) for name, argument in call.arguments.items()}
-        return Subject(self.fun, self.roles, types, Sizes(1, None, 1), self.has_aux)
+        along = differs_along(list(call.arguments.values()))
+        return Subject(self.fun, self.roles, types, Sizes(1, None, 1), self.has_aux, along=along)
 
     def _read(self, call: Call) -> Read | None:
         batch, subject = call[call.batch], self._subject(call)

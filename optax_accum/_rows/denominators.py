@@ -61,12 +61,14 @@ class Found(NamedTuple):
     reasons: tuple[Reason, ...] = ()
 
 
-def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -> Found:
+def denominators_of(
+    levels: Levels, others: Sequence[str | None], output: int, along: Sequence[frozenset[str]] = ()
+) -> Found:
     """The denominators of the sums over rows in one output.
 
-    `others` names each input's argument; None if it holds the batch.
+    `others` names each input's argument; None if it holds the batch. `along`: as in `Reading`.
     """
-    reading = Reading(levels, rule_of)
+    reading = Reading(levels, rule_of, along)
     form = reading.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
     for extreme in (each for term in apart for each in extremes_of(term.powers)):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._core.equations import collective_axes
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
 from optax_accum._rows.locality import programs_inside
 from optax_accum._rows.program import Equation, Value
@@ -50,8 +51,14 @@ def _sum(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | 
 
 
 def _from_devices(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Values of other devices, moved or added: of no one count, where each device may have a count of its own."""
-    for by in (by for form in forms for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
+    """Values of other devices, moved or added: of no one count, where each device may have a count of its own.
+
+    Types tell that devices have the same count in a `jax.shard_map` that checks them: what it adds is invariant then.
+    """
+    counts = [by for form in forms for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
+    tells = equation.name == "psum_invariant"
+    axes = collective_axes(equation.single)
+    for by in (by for by in counts if not (tells and reading.is_alike(by.value, axes))):
         (term, *_) = reading.form(by.value).sums
         text = f"{equation.name} of what a {name_of(term)} divides: each device may have another"
         return added(forms).because(Reason(text, equation.place))

@@ -4,11 +4,12 @@ Across calls rows must be separate. Tokens that are sorted by expert, multiplied
 added to the row before it is not, and no weight makes micro-batches of such a loss add up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from optax_accum._rows import apart
 from optax_accum._rows.levels import Kind
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
@@ -32,6 +33,8 @@ class Order(NamedTuple):
 
 OWN = Order(None)  # the batch's
 _REDUCES = ("reduce_", "arg", "cum", "dot_general", "sort", "top_k")
+_SAME = ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims", "device_put")
+_PRODUCTS = ("mul", "and", "dot_general")
 
 
 class Orders:
@@ -45,6 +48,7 @@ class Orders:
             Value, str | None
         ] = {}  # rows along several axes, or cut off: why a reduction is none of rows
         self.neutral: set[Value] = set()  # rows that no row of the batch decides, as a diagonal
+        self.other_groups: dict[Value, int] = {}  # the case that a choice by this takes for rows of other groups
         self.makers: dict[Value, Equation] = {}
         self.permutations: dict[Value, Equation] = {}  # from an index to the sort that returns it
         self.undone: dict[Value, Equation] = {}  # from the index that sorts back, to that sort
@@ -70,12 +74,14 @@ class Orders:
             is_separate = isinstance(found, Order) and all(value.axis is not None for value in equation.outs)
             return is_separate, found if isinstance(found, str) else None
         with_rows = [value for value in equation.ins if value.axis is not None]
+        if self.neutral.issuperset(with_rows):
+            self.neutral.update(value for value in equation.outs if value.axis is not None)
         orders = {self.order(value) for value in with_rows if value not in self.alike}
         if not orders:
             self.alike.update(equation.outs)
             return True, None
         if len(orders) > 1:
-            return False, MEETS
+            return False, f"{equation.name} where {MEETS}"
         (order,) = orders
         self.of.update((value, order) for value in equation.outs if value.axis is not None and order != OWN)
         return True, order.why_not if kind is Kind.PARTIAL else None
@@ -89,28 +95,52 @@ class Orders:
         if self.neutral.issuperset(rows):
             self.neutral.update(equation.outs)
             return False, None
-        known = [self.coupled[value] for value in rows if value in self.coupled]
+        known = self._known(equation, rows)
+        certain = known[0] if known and None not in known else None
         if all(value.axis != COUPLED for value in equation.outs):
-            is_reduced = equation.name.startswith(_REDUCES) and known and None not in known
+            is_reduced = equation.name.startswith(_REDUCES) and certain is not None
             if not is_reduced and equation.name == "concatenate" and BY_PLACE in known:  # a roll
                 self.of.update(dict.fromkeys(equation.outs, Order(equation)))
-            return False, known[0] if is_reduced else None
+            return False, certain if is_reduced else None
         if not known:
-            why_not: str | None = COMPARED
+            certain = COMPARED
             if equation.name in ("slice", "dynamic_slice"):
-                why_not = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
+                certain = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
             elif equation.name in ("eq", "ne") and self.model.isdisjoint(equation.ins):
-                why_not = None  # whether two rows are of one group
-            known = [why_not]
-        self.coupled.update(dict.fromkeys(equation.outs, None if None in known else known[0]))
-        return False, None
+                certain = None  # whether two rows are of one group
+                self.other_groups.update(dict.fromkeys(equation.outs, int(equation.name == "ne")))
+            elif equation.name == "pad":
+                certain = None  # rows that are added, as zeros are, count for nothing
+        if equation.name == "not" and equation.ins[0] in self.other_groups:
+            self.other_groups[equation.outs[0]] = 1 - self.other_groups[equation.ins[0]]
+        self.coupled.update(dict.fromkeys(equation.outs, certain))
+        return False, certain if apart.reduces_growing(equation) else None
+
+    def _known(self, equation: Equation, rows: Sequence[Value]) -> list[str | None]:
+        """Why a reduction of each operand is certainly none of rows; None for each of which that is not known."""
+        known = [self.coupled[value] for value in rows if value in self.coupled]
+        if equation.name == "select_n":
+            cases = self._cases_apart(equation)
+            return known if cases is None else [apart.of_choice(cases, list(map(self.coupled.get, equation.ins[1:])))]
+        if equation.name in _PRODUCTS:
+            masks = [place for place, value in enumerate(equation.ins) if value in self.neutral]
+            entries = [apart.entries_apart(equation, place, self.makers) for place in masks]
+            return known if all(each is None or any(each) for each in entries) else [None]
+        return known
+
+    def _cases_apart(self, equation: Equation) -> list[Any] | None:
+        """The cases that a choice takes where two rows meet, as far as they are known; None if it is by no mask."""
+        test = equation.ins[0]
+        if test in self.other_groups:
+            return [self.other_groups[test]]
+        return apart.entries_apart(equation, 0, self.makers) if test in self.neutral else None
 
     # Indices
 
     def index(self, value: Value) -> Value:
         """The index that an operation takes, before it was cast, reshaped and made positive."""
         while (made := self.makers.get(value)) is not None:
-            if made.name in ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims"):
+            if made.name in _SAME and len(made.ins) == 1:
                 value = made.ins[0]
             elif self._is_made_positive(made) or (made.name == "max" and self.is_number(made.ins[0], 0)):
                 value = made.ins[1]

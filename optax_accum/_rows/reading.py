@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from optax_accum._core.compilers import varying_axes
 from optax_accum._rows import constants
 from optax_accum._rows.forms import (
     ROWS,
@@ -39,7 +40,9 @@ from optax_accum._rows.traces import COUPLED, equal
 class Reading:
     """One reading of a program: the form of each of its values."""
 
-    def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any]):
+    def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any], along: Sequence[frozenset[str]] = ()):
+        """`along`: the axes of a `jax.shard_map` along which each input may differ; empty if that is not known."""
+        self.along = along
         self.levels, self.model, self.rows, self.rule_of = levels, set(levels.model), levels.program.rows, rule_of
         self.orders = Orders(levels.model)
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
@@ -98,6 +101,13 @@ class Reading:
     def is_count(self, value: Value) -> bool:
         """Whether a value is the number of rows, or in proportion to it."""
         return self.form(value).terms == (Term(frozenset([(ROWS, 1)])),)
+
+    def is_alike(self, value: Value, axes: Sequence[str]) -> bool:
+        """Whether a value is the same on all devices along axes of a `jax.shard_map` whose types tell that."""
+        if not self.along:
+            return False
+        inputs = self.inputs.get(value, frozenset())
+        return varying_axes(value.aval).union(*(self.along[place] for place in inputs)).isdisjoint(axes)
 
     # Equations
 
@@ -183,7 +193,7 @@ class Reading:
             pairs = zip(equation.ins, forms, strict=True)
             forms = [Form() if self.orders.numbers_rows(value) else form for value, form in pairs]
         if kind is Kind.MADE and not _draws(equation):
-            return self._failed(equation, "depends on the place of a row in its batch")
+            return self._failed(equation, f"{equation.name} depends on the place of a row in its batch")
         rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
@@ -247,7 +257,7 @@ class Reading:
 
 
 _HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
-_CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
+_CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
 
 
 def _because(forms: Sequence[Form], *reasons: Reason) -> Form:

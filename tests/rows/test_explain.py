@@ -148,6 +148,36 @@ def test_lines_of_the_batch_alone_that_the_text_names_are_in_the_table(loss):
     assert line in text[text.index("Across calls") :]
 
 
+def guarded_on_a_line_of_its_own(params, batch):
+    count = jnp.maximum(batch["mask"].sum(), 1)  # here
+    return (losses.nll(params, batch) * batch["mask"]).sum() / count
+
+
+def numbered_on_a_line_of_its_own(params, batch):
+    number = jnp.arange(len(batch["mask"]))  # here
+    return (losses.nll(params, batch) * number).mean()
+
+
+def mixed_on_a_line_of_its_own(params, batch):
+    turned = losses.nll(params, batch)[::-1]
+    mixed = losses.nll(params, batch) + turned  # here
+    return (mixed**2).mean()
+
+
+BESIDE_THE_TABLE = {
+    guarded_on_a_line_of_its_own: "max, {}, keeps the sum from zero",
+    numbered_on_a_line_of_its_own: "iota depends on the place of a row in its batch, {}",
+    mixed_on_a_line_of_its_own: "add where each row meets other rows, {}",
+}
+
+
+@pytest.mark.parametrize("loss", BESIDE_THE_TABLE, ids=lambda loss: loss.__name__)
+def test_what_takes_no_rows_together_is_named_with_its_operation(loss):
+    """The table has no line of it: the text alone says what is there."""
+    line = line_of(loss).replace("losses", "test_explain")
+    assert BESIDE_THE_TABLE[loss].format(line) in " ".join(str(explain(loss, PARAMS, BATCH)).split())
+
+
 PARTS = (slice(0, 4), slice(4, 16))  # whole groups
 
 

@@ -509,6 +509,13 @@ def windows(draw, name):
 # By index
 
 
+def places(draw, batched):
+    """The sizes of an array of indices, in any order, and where among them the batched ones are."""
+    free = [draw.pick(draw.rows, draw.size()) for _ in range(draw.pick(0, 1, 1, 2))]
+    order = draw.shuffled(range(len(batched) + len(free)))
+    return [(batched + free)[place] for place in order], tuple(order.index(place) for place in range(len(batched)))
+
+
 @of("gather")
 def gathers(draw, name):
     """Dimension numbers of every form: batched, collapsed, named by an index or not."""
@@ -527,11 +534,7 @@ def gathers(draw, name):
         elif draw.chance(0.4):
             named.append(axis)
     named = draw.shuffled(named)
-    along = [operand[axis] for axis in batched]
-    free = [draw.pick(draw.rows, draw.size()) for _ in range(draw.pick(0, 1, 1, 2))]
-    order = draw.shuffled(range(len(along) + len(free)))
-    indices = [(along + free)[place] for place in order]
-    batching = tuple(order.index(place) for place in range(len(along)))
+    indices, batching = places(draw, [operand[axis] for axis in batched])
     offsets = len(jobs) - len(batched) - len(collapsed)
     rank_out = len(indices) + offsets
     numbers = lax.GatherDimensionNumbers(
@@ -581,11 +584,7 @@ def scatters(draw, name):
             if draw.chance(0.3):
                 named.append(axis)
     named = draw.shuffled(named)
-    along = [operand[axis] for axis in batched]
-    free = [draw.pick(draw.rows, draw.size()) for _ in range(draw.pick(0, 1, 1, 2))]
-    order = draw.shuffled(range(len(along) + len(free)))
-    indices = [(along + free)[place] for place in order]
-    batching = tuple(order.index(place) for place in range(len(along)))
+    indices, batching = places(draw, [operand[axis] for axis in batched])
     windows = sorted(draw.axes(len(window), len(window) + len(indices)))
     updates, rest, inner = [], iter(indices), iter(window)
     for axis in range(len(window) + len(indices)):

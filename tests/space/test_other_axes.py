@@ -230,7 +230,10 @@ def updated(loss, every, **options):
     return run
 
 
-@pytest.mark.parametrize("loss", [summed, counted_tokens], ids=lambda loss: loss.__name__)
+ACROSS = [summed, counted_tokens, averaged, gathered, permuted]
+
+
+@pytest.mark.parametrize("loss", sweep(ACROSS, but=[summed, counted_tokens, averaged]), ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("every", [2, *sweep([1])])
 def test_across_calls_such_a_loss_says_how_much_a_micro_batch_counts(loss, every):
     want = jax.tree.map(np.subtract, PARAMS, whole(loss, True)[1])
@@ -242,6 +245,19 @@ def test_across_calls_a_mean_of_devices_that_count_differently_has_no_weight():
     uneven = lambda p, b: lax.pmean(jnp.sum(b["counts"] * (b["tokens"] @ p["b"]) ** 2) / jnp.sum(b["counts"]), "tp")
     with pytest.warns(UserWarning, match=r"psum.* of what a sum over rows divides.*\n.*weight_fn"):
         mapped(updated(uneven, 2), 2, SHARDS)
+
+
+def test_nor_where_types_do_not_tell_that_devices_count_alike():
+    with pytest.warns(UserWarning, match=r"psum.* of what a sum over rows divides.*\n.*weight_fn"):
+        mapped(updated(averaged, 2), 2, SHARDS, check_vma=False)
+
+
+def test_what_a_device_adds_to_a_count_makes_it_another():
+    """The batch is the same along "tp": the device's number is not."""
+    by_device = lambda p, b: jnp.sum(b["mask"] * (1.0 + lax.axis_index("tp")))
+    loss = lambda p, b: lax.pmean(jnp.sum(b["mask"] * (b["x"] @ p["b"]) ** 2) / by_device(p, b), "tp")
+    with pytest.warns(UserWarning, match=r"psum.* of what a sum over rows divides.*\n.*weight_fn"):
+        mapped(updated(loss, 2), 2, SHARDS)
 
 
 def coupled(p, b):
