@@ -43,6 +43,7 @@ class Loop:
       sums: values of which each micro-batch gives a part; the parts are joined. By how: "sum", "max" or "min".
       rows: values that the loop keeps for all rows: a later loop, an equation on all rows or an output takes them.
       takes: values that are there when it starts.
+      ends: rows that it takes, and nothing after it: others are kept in their place.
       onto: values to which some sums are added when they are whole, as a scatter does.
     """
 
@@ -51,6 +52,7 @@ class Loop:
     rows: Sequence[Value]
     takes: Sequence[Value]
     onto: dict[Value, Value]
+    ends: Sequence[Value] = ()
 
 
 @dataclasses.dataclass(frozen=True)

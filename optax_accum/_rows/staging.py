@@ -6,7 +6,7 @@ from the rows with which a forward loop began, or from earlier ones, its bases, 
 may run once more.
 """
 
-import math
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from optax_accum._rows.leveling import Division
 
 READING = 4  # what is kept anyway costs a fourth of its bytes where it is read
-STEPS = 6  # of a search for a price
+PRICE = 0.4  # of a byte that an equation moves once more, beside one that is kept
+STEPS = 6  # of the search for the fewest bases
 
 
 def staged(division: "Division", own: int | None, again: float) -> list[Stage]:
@@ -50,7 +51,21 @@ class _Staging:
                 once = []
             once += self._once(now + 1, there)
         left = self._closure(self.program.outputs, there)
-        return [*stages, Stage([*once, *self._in_order(left)])]
+        return self._with_ends([*stages, Stage([*once, *self._in_order(left)])])
+
+    def _with_ends(self, stages: list[Stage]) -> list[Stage]:
+        """Tells each loop which of the rows that loops have kept nothing takes after it."""
+        kept = {value for stage in stages if stage.loop for value in stage.loop.rows}
+        later: set[Value] = set(self.program.outputs)
+        found: list[Stage] = []
+        for stage in reversed(stages):
+            if loop := stage.loop:
+                ends = [value for value in loop.takes if value in kept and value not in later]
+                stage = dataclasses.replace(stage, loop=dataclasses.replace(loop, ends=ends))
+                later.update(loop.takes)
+            later.update(value for equation in stage.once for value in equation.ins)
+            found.append(stage)
+        return found[::-1]
 
     def _once(self, level: int, there: set[Value]) -> list[Equation]:
         """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
@@ -122,22 +137,21 @@ class _Staging:
     def _bases(self, again: float) -> set[Value]:
         """The rows from which backward loops make again what they take of forward ones.
 
-        Each runs the forward loop of the last of these values once more. That from earlier rows more is run, at a
-        price for what it moves, leaves out bases; the price is the least at which no more than allowed is run.
+        Each runs the forward loop of the last of these values once more. What is made from earlier rows leaves out
+        bases: as many as may be, evenly, for no more than allowed to run.
         """
         wanted = self._wanted()
+        best = self._bases_at(1.0, wanted)
         if not again or not wanted:
-            return self._bases_at(None, wanted)
+            return best
         allowed = again * sum(map(_cost, self._closure([v for values in wanted.values() for v in values], set())))
-        low, high = 2.0**-6, 2.0**6
-        best = self._bases_at(high, wanted)
+        low, high = 0.0, 1.0
         for _ in range(STEPS):
-            price = math.sqrt(low * high)
-            found = self._bases_at(price, wanted)
-            if sum(self._cost_again(level, values, found) for level, values in wanted.items()) <= allowed:
-                best, high = found, price
-            else:
-                low = price
+            share = (low + high) / 2
+            found = self._bases_at(share, wanted)
+            is_allowed = sum(self._cost_again(level, values, found) for level, values in wanted.items()) <= allowed
+            low, high = (low, share) if is_allowed else (share, high)
+            best = min(best, found, key=_bytes_of_all) if is_allowed else best
         return best
 
     def _wanted(self) -> dict[int, list[Value]]:
@@ -153,8 +167,8 @@ class _Staging:
                 wanted.setdefault(max(self.level[value] for value in values), {}).update(values)
         return {level: list(wanted[level]) for level in sorted(wanted)}
 
-    def _bases_at(self, price: float | None, wanted: dict[int, list[Value]]) -> set[Value]:
-        """The bases, where running an expensive equation once more has this price; None: none is."""
+    def _bases_at(self, share: float, wanted: dict[int, list[Value]]) -> set[Value]:
+        """The bases, where a share of the forward loops have some, evenly."""
         kept: set[Value] = set()
 
         def bytes_of(value: Value) -> int:
@@ -162,12 +176,15 @@ class _Staging:
                 return 0
             return size_of(value) // READING if value in kept else size_of(value)
 
-        for level, values in wanted.items():
+        for place, (level, values) in enumerate(wanted.items()):
+            if int((place + 1) * share) == int(place * share):
+                continue
 
             def price_of(equation: Equation, level: int = level) -> int:
                 if self._is_again_free(equation, level):
                     return 0
-                return cuts.ALWAYS if price is None else int(price * _cost(equation))
+                is_before = share < 1 and self._runs_in(equation) == level - 1
+                return int(PRICE * _cost(equation)) if is_before else cuts.ALWAYS
 
             kept.update(cuts.smallest(values, self.made, bytes_of, price_of))
         return kept
@@ -205,6 +222,10 @@ def is_cheap(equation: Any) -> bool:
     """Whether it costs less to run an equation of a traced program again than to keep its results."""
     inner = [each for program in inner_programs(equation) for each in program.eqns]
     return all(map(is_cheap, inner)) if inner else known(equation.primitive.name).is_cheap
+
+
+def _bytes_of_all(values: Iterable[Value]) -> int:
+    return sum(map(size_of, values))
 
 
 def _cost(equation: Equation) -> int:

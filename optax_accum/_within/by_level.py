@@ -266,9 +266,26 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     sums = [store.asked.get(value, Result(joins)) for value, joins in loop.sums.items()]
     sampled = store.sampled if any(one.square is not None for one in sums) else NOTHING
     results = [*[Result()] * len(loop.rows), *sums]
+    replaced = _replaced(loop, moving, xs)
+    results[: len(loop.rows)] = [Result(over=at) for at in replaced]
     found, samples = folded(lambda index, rows: part(given, wide, index, rows), xs, units.parts, results, sampled)
     store.samples = samples if sampled is not NOTHING else store.samples
     return found[: len(loop.rows)], found[len(loop.rows) :]
+
+
+def _replaced(loop: Loop, moving: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
+    """For each of the rows that a loop keeps, the array in whose place: of rows that it takes, and nothing after it."""
+    free = {at: _kind(value) for at, value in enumerate(moving) if value in loop.ends}
+    found: list[int | None] = []
+    for value in loop.rows:
+        at = next((at for at, kind in free.items() if kind == _kind(value)), None)
+        found.append(at)
+        free.pop(at, None)  # type: ignore[arg-type]
+    return found
+
+
+def _kind(value: Value) -> Any:
+    return value.aval.shape, value.aval.dtype, value.axis, compilers.varying_axes(value.aval)
 
 
 def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:

@@ -25,12 +25,14 @@ class Result:
       joins: how their parts are joined: "sum", "max" or "min"; None for rows, which are stacked.
       dtype: in which a sum is added; None for its own.
       square: zeros for `|part|^2` of a sum, if it is measured.
+      over: the array of `xs` in whose place rows are stacked: nothing else takes it.
       finish: what the sum is mapped to, where the last part has been added: see `adding.Sum`.
     """
 
     joins: str | None = None
     dtype: Any = None
     square: Any = None
+    over: int | None = None
     finish: adding.Finish | None = None
 
 
@@ -47,23 +49,23 @@ def folded(
 ) -> tuple[list[jax.Array], Any]:
     """Runs `part(index, rows of xs)` for each micro-batch; returns its results, joined, and the samples."""
 
-    def of_index(index: Any) -> list[Any]:
-        return part(index, [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in xs])
-
     if not tracing.is_staged():
-        return _eagerly(of_index, count, results, sampled)
+        return _eagerly(part, xs, count, results, sampled)
     samples, sample = sampled
-    program = jax.make_jaxpr(of_index)(jnp.int32(0))
+    program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
     for kind, result in zip(program.out_avals, results, strict=True):
         sizes, number = ([count], 0) if result.joins is None else ([], partial.NOTHING[result.joins](kind.dtype))
-        leaf = meshes.filled(sizes, kind, number, result.dtype)
+        leaf = meshes.filled(sizes, kind, number, result.dtype) if result.over is None else xs[result.over]
         start.append(evaluation.varying_as([leaf], [kind])[0])
+    places = {result.over: place for place, result in enumerate(results) if result.over is not None}
 
     def step(index: Any, state: Any, *, ends: bool = False) -> Any:
         leaves, samples = state
+        sources = [leaves[places[at]] if at in places else leaf for at, leaf in enumerate(xs)]
+        rows = [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in sources]
         sums = [_sum(leaf, result, ends) for leaf, result in zip(leaves, results, strict=True)]
-        found = adding.run(program, [index], sums)
+        found = adding.run(program, [index, *rows], sums)
         after: list[Any] = []
         for leaf, new, result, added in zip(leaves, found, results, sums, strict=True):
             if added is not None:
@@ -87,13 +89,13 @@ def _sum(leaf: Any, result: Result, ends: bool) -> adding.Sum | None:
 
 
 def _eagerly(
-    of_index: Callable[[Any], list[Any]], count: int, results: Sequence[Result], sampled: Sampled
+    part: Callable[..., list[Any]], xs: list[jax.Array], count: int, results: Sequence[Result], sampled: Sampled
 ) -> tuple[list[jax.Array], Any]:
     samples, sample = sampled
     totals: list[Any] = [None] * len(results)
     for index in range(count):
-        squares = []
-        for place, (leaf, result) in enumerate(zip(of_index(jnp.int32(index)), results, strict=True)):
+        squares, found = [], part(jnp.int32(index), [leaf[index] for leaf in xs])
+        for place, (leaf, result) in enumerate(zip(found, results, strict=True)):
             leaf = leaf if result.dtype is None else leaf.astype(result.dtype)
             if result.joins is None:
                 totals[place] = [*(totals[place] or []), leaf]
