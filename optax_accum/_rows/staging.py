@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optax_accum._rows.leveling import Division
 
 READING = 4  # what is kept anyway costs a fourth of its bytes where it is read
+CHEAP = 0.25  # of its results is what a cheap equation moves: others take them as it makes them
 PRICE = 0.4  # of a byte that an equation moves once more, beside one that is kept
 STEPS = 6  # of the search for the fewest bases
 
@@ -144,15 +145,21 @@ class _Staging:
         best = self._bases_at(1.0, wanted)
         if not again or not wanted:
             return best
-        allowed = again * sum(map(_cost, self._closure([v for values in wanted.values() for v in values], set())))
+        allowed = again * self._cost_forward()
         low, high = 0.0, 1.0
         for _ in range(STEPS):
             share = (low + high) / 2
             found = self._bases_at(share, wanted)
             is_allowed = sum(self._cost_again(level, values, found) for level, values in wanted.items()) <= allowed
             low, high = (low, share) if is_allowed else (share, high)
-            best = min(best, found, key=_bytes_of_all) if is_allowed else best
+            best = min(best, found, key=_bytes) if is_allowed else best
         return best
+
+    def _cost_forward(self) -> float:
+        """The bytes that all forward loops move."""
+        loops = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) < self.turn]
+        of_model = [equation for equation in loops if not self.model.isdisjoint(equation.ins)]
+        return sum(CHEAP * _bytes(e.outs) if self._is_cheap(e) else _cost(e) for e in of_model)
 
     def _wanted(self) -> dict[int, list[Value]]:
         """The rows that backward loops take of forward ones, by the last forward loop that makes some of them."""
@@ -224,14 +231,13 @@ def is_cheap(equation: Any) -> bool:
     return all(map(is_cheap, inner)) if inner else known(equation.primitive.name).is_cheap
 
 
-def _bytes_of_all(values: Iterable[Value]) -> int:
-    return sum(map(size_of, values))
-
-
 def _cost(equation: Equation) -> int:
-    """The bytes that an equation moves; a cheap one is part of what takes its results."""
-    rows = [value for value in (*equation.ins, *equation.outs) if value.axis is not None]
-    return 0 if is_cheap(equation.single) else sum(map(size_of, rows))
+    """The bytes that an equation moves."""
+    return _bytes((*equation.ins, *equation.outs))
+
+
+def _bytes(values: Iterable[Value]) -> int:
+    return sum(size_of(value) for value in values if value.axis is not None)
 
 
 def size_of(value: Value) -> int:

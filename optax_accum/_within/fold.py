@@ -61,7 +61,7 @@ def folded(
     places = {result.over: place for place, result in enumerate(results) if result.over is not None}
 
     def step(index: Any, state: Any, *, ends: bool = False) -> Any:
-        leaves, samples = state
+        index, (leaves, samples) = jnp.asarray(index, jnp.int32), state
         sources = [leaves[places[at]] if at in places else leaf for at, leaf in enumerate(xs)]
         rows = [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in sources]
         sums = [_sum(leaf, result, ends) for leaf, result in zip(leaves, results, strict=True)]

@@ -30,7 +30,7 @@ WIDE = 2.0**-23  # numbers of more digits are compared as if they had so many
 def traced(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
     """A loss of parameters and a batch, as micro-batches run it."""
     call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
-    return trace_call(loss, call, Sizes(parts, None, 1), call.params)
+    return trace_call(lambda call: call.apply(loss), call, Sizes(parts, None, 1), call.params)
 
 
 def unsound(*calls: TracedCall, tolerance: float = 1e-6) -> list[str]:
