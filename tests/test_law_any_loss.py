@@ -188,26 +188,20 @@ def test_what_levels_keep_is_there_when_it_is_needed():
     assert ours < 16 * 4096 * 16 * 4 < whole
 
 
-WAYS = {
-    "value_and_grad": optax_accum.value_and_grad,
-    "microbatched": lambda *args, **options: jax.value_and_grad(optax_accum.microbatched(*args, **options)),
-}
-
-
-@pytest.mark.parametrize("way", sweep(WAYS, but=["value_and_grad"]))
-def test_recomputed_rows_need_the_memory_of_a_micro_batch(way):
-    """Saved ones, of two layers, take five times the batch."""
+def test_rows_that_are_made_again_need_the_memory_of_a_micro_batch():
+    """Kept ones, of two layers, take five times the batch."""
     args = jax.ShapeDtypeStruct((2, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4096, 16), jnp.float32)
-    compiled = programs.compiled(jax.jit(WAYS[way](normed_layers, 16, crossing="recompute")).lower(*args))
+    ours = optax_accum.value_and_grad(normed_layers, 16, recompute=4.0)
+    compiled = programs.compiled(jax.jit(ours).lower(*args))
     most = (2 if (0, 10, 0) <= JAX < (0, 11, 0) else 1) * 4096 * 16 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < most
 
 
-CROSSINGS = ["recompute", pytest.param("offload", marks=needs_host)]
+RECOMPUTED = [0.5, 4.0]
 
 
-@pytest.mark.parametrize("crossing", CROSSINGS)
-def test_rows_that_cross_levels_elsewhere(crossing):
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_rows_that_cross_levels_elsewhere(recompute):
     """Each way to have them, with a remainder: of layers one by one, of which later ones take the rows, and in a scan."""
     rng = np.random.default_rng(0)
     kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 4, 4), (12, 4)))
@@ -216,38 +210,38 @@ def test_rows_that_cross_levels_elsewhere(crossing):
         return jax.lax.scan(lambda x, kernel: (normed_layers([kernel], x) * jnp.tanh(x), None), x, kernels)[0].sum()
 
     losses = normed_layers, scanned
-    ours = [optax_accum.value_and_grad(loss, 5, crossing=crossing) for loss in losses]
+    ours = [optax_accum.value_and_grad(loss, 5, recompute=recompute) for loss in losses]
     whole = [jax.value_and_grad(loss) for loss in losses]
     got, want = jax.jit(lambda *args: [[way(*args) for way in ways] for ways in (ours, whole)])(kernels, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("crossing", CROSSINGS)
-def test_rows_that_cross_levels_are_saved_outside_jit_and_for_a_second_derivative(crossing):
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_rows_that_cross_levels_outside_jit_and_for_a_second_derivative(recompute):
     rng = np.random.default_rng(0)
     kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 4, 4), (12, 4)))
-    ours, whole = optax_accum.value_and_grad(normed_layers, 5, crossing=crossing), jax.value_and_grad(normed_layers)
+    ours, whole = optax_accum.value_and_grad(normed_layers, 5, recompute=recompute), jax.value_and_grad(normed_layers)
     again = jax.grad(lambda kernels, grad: jnp.sum(grad(kernels, x)[1] ** 2))
     for got, want in ((ours(kernels, x), whole(kernels, x)), (again(kernels, ours), again(kernels, whole))):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 @needs_devices
-@pytest.mark.parametrize("crossing", CROSSINGS)
-def test_rows_of_several_devices_that_cross_levels_elsewhere(crossing):
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_rows_of_several_devices_that_cross_levels_elsewhere(recompute):
     rng = np.random.default_rng(0)
     kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 4, 4), (12, 4)))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    ours = optax_accum.value_and_grad(normed_layers, 3, crossing=crossing, devices="data")
+    ours = optax_accum.value_and_grad(normed_layers, 3, recompute=recompute, devices="data")
     with jax.set_mesh(mesh):
         got = jax.jit(ours)(kernels, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
     want = jax.value_and_grad(normed_layers)(kernels, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("crossing", ["save", *sweep(["recompute"])])
-def test_what_has_no_derivative_may_take_rows_that_stand_still(crossing):
+@pytest.mark.parametrize("recompute", [0.0, *sweep([4.0])])
+def test_what_has_no_derivative_may_take_rows_that_stand_still(recompute):
     """A callback of all rows, and of what is made of them, between two levels: a tangent of zeros is no tangent."""
 
     def loss(kernels, x):
@@ -264,7 +258,7 @@ def test_what_has_no_derivative_may_take_rows_that_stand_still(crossing):
 
     rng = np.random.default_rng(0)
     kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 4, 4), (12, 4)))
-    got = jax.jit(optax_accum.value_and_grad(loss, 5, crossing=crossing))(kernels, x)
+    got = jax.jit(optax_accum.value_and_grad(loss, 5, recompute=recompute))(kernels, x)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, jax.value_and_grad(loss)(kernels, x)
     )

@@ -19,7 +19,7 @@ def smallest(
     bytes_of: Callable[[Value], int],
     price_of: Callable[[Equation], int],
 ) -> list[Value]:
-    """The values to keep, of which the `wanted` ones are made, each as late as possible.
+    """The values to keep, of which the `wanted` ones are made. Of equal sets the earliest: more is made of it.
 
     Args:
       wanted: the values that a later loop takes.
@@ -46,8 +46,8 @@ def smallest(
             for taken in equation.ins:
                 network.edge((taken, "kept"), (value, "made"), ALWAYS)
                 todo.append(taken)
-    late = network.reaching_sink()
-    return [v for v in seen if (v, "kept") in late and (v, "made") not in late and bytes_of(v)][::-1]
+    before = network.before_the_cut()
+    return [v for v in seen if (v, "made") in before and (v, "kept") not in before and bytes_of(v)][::-1]
 
 
 class _Network:
@@ -61,21 +61,21 @@ class _Network:
         self.left[begin][end] += capacity
         self.left[end][begin] += 0
 
-    def reaching_sink(self) -> set[Any]:
-        """What still reaches the sink when no more can flow: one side of the latest of the minimum cuts."""
+    def before_the_cut(self) -> set[Any]:
+        """What the source reaches when no more can flow: one side of the earliest of the minimum cuts."""
         while path := self._path():
             least = min(self.left[a][b] for a, b in path)
             for a, b in path:
                 self.left[a][b] -= least
                 self.left[b][a] += least
-        reaches, todo = {self.sink}, [self.sink]
+        reached, todo = {self.source}, [self.source]
         while todo:
-            end = todo.pop()
-            for begin in self.left[end]:
-                if begin not in reaches and self.left[begin][end] > 0:
-                    reaches.add(begin)
-                    todo.append(begin)
-        return reaches
+            begin = todo.pop()
+            for end, left in self.left[begin].items():
+                if left > 0 and end not in reached:
+                    reached.add(end)
+                    todo.append(end)
+        return reached
 
     def _path(self) -> list[tuple[Any, Any]]:
         """A shortest path along which more can flow."""

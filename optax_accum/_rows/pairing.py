@@ -50,11 +50,7 @@ class _Pairing:
         self.untyped: set[Value] = set()  # constants and results of what differs: who takes them says where rows are
 
     def inlined(self, single: Any, double: Any, inputs: Sequence[Value], caller: Equation | None) -> list[Value]:
-        """Appends the equations of two programs; returns their results.
-
-        Raises:
-          OtherProgramError: they return other results.
-        """
+        """Appends the equations of two programs; returns their results."""
         (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
         env: dict[Any, Value] = dict(zip(of_single.invars, inputs, strict=True))
         are_pairs = len(consts) == len(double_consts) and all(map(_same_rank, consts, double_consts))
@@ -67,10 +63,17 @@ class _Pairing:
         for ours, others, are_pair in _aligned(of_single, of_double):
             if not (are_pair and self.append(ours[0], others[0], env, caller)):
                 self.append_whole(ours, others, of_single, env, caller)
-        outputs = self.operands(of_single.outvars, of_double.outvars, env)
-        if outputs is None:
-            raise OtherProgramError(self.first_difference or "it returns other arrays")
-        return outputs
+        return self.outputs(of_single.outvars, of_double.outvars, env)
+
+    def outputs(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> list[Value]:
+        """The values that two programs return; what has its rows along other axes there is whole."""
+        found: list[Value] = []
+        for a, b in zip(single, double, strict=True):
+            values = self.operands([a], [b], env)
+            if values is None:
+                env[a].axis = COUPLED
+            found += values or [env[a]]
+        return found
 
     def operands(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> list[Value] | None:
         """The values that two equations take; None where they do not have their rows along the same axes."""

@@ -109,15 +109,21 @@ class _Staging:
         taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_residual(v, e)]
         bases = [value for value in self.bases if self._is_made(value, now)]
 
+        def is_again(value: Value) -> bool:
+            """Whether a backward loop makes a value again, of bases, which are there."""
+            return now >= self.turn > self.level[value] and value not in self.always
+
         def bytes_of(value: Value) -> int:
-            is_kept = value in self.always or value in self.bases or not self._is_made(value, now)
-            return 0 if is_kept else size_of(value)
+            if value in self.always or value in self.bases or not self._is_made(value, now):
+                return 0
+            return size_of(value) // READING if is_again(value) else size_of(value)
 
         makes = {value: e for value, e in self.made.items() if value not in self.frontier}
         def price_of(equation: Equation) -> int:
             return 0 if self._is_cheap(equation) else cuts.ALWAYS
 
-        return [*cuts.smallest(taken, makes, bytes_of, price_of), *bases]
+        cut = cuts.smallest(taken, makes, bytes_of, price_of)
+        return [*(value for value in cut if not is_again(value)), *bases]
 
     def _is_summed(self, value: Value, now: int) -> bool:
         """Whether a loop gives the parts of a value that is used after it, not only by what joins its parts."""

@@ -54,9 +54,11 @@ def folded(
     samples, sample = sampled
     program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
-    for kind, result in zip(program.out_avals, results, strict=True):
-        sizes, number = ([count], 0) if result.joins is None else ([], partial.NOTHING[result.joins](kind.dtype))
-        leaf = meshes.filled(sizes, kind, number, result.dtype) if result.over is None else xs[result.over]
+    for place, (kind, result) in enumerate(zip(program.out_avals, results, strict=True)):
+        if result.joins is not None:
+            leaf = meshes.filled([], kind, partial.NOTHING[result.joins](kind.dtype), result.dtype)
+        else:
+            leaf = _empty(count, kind, xs, place) if result.over is None else xs[result.over]
         start.append(evaluation.varying_as([leaf], [kind])[0])
     places = {result.over: place for place, result in enumerate(results) if result.over is not None}
 
@@ -82,6 +84,20 @@ def folded(
         return jax.lax.fori_loop(0, count, step, state)
     state = jax.lax.fori_loop(0, count - 1, step, state)
     return step(*compilers.ready_together(jnp.int32(count - 1), state), ends=True)
+
+
+def _empty(count: int, row: Any, xs: list[jax.Array], place: int) -> jax.Array:
+    """An array for rows, filled with a number that is there when the loop begins, and another one for each.
+
+    XLA makes the zeros of all loops of a program beforehand: memory for all at the same time. Of two arrays with one
+    number it makes one, and a copy.
+    """
+    number: Any = 0
+    if xs and xs[-1].size and compilers.explicit_sharding(xs[-1]) is None:  # else it would be on one device alone
+        last = xs[-1].ravel()[0].real
+        number = jnp.where(last > 0, place, place + 0.5) if last.dtype != bool else jnp.where(last, place, place + 0.5)
+        number = number if compilers.varying_axes(number) <= compilers.varying_axes(row) else 0
+    return meshes.filled([count], row, number)
 
 
 def _sum(leaf: Any, result: Result, ends: bool) -> adding.Sum | None:

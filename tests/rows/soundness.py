@@ -61,7 +61,7 @@ def untold(levels: Levels) -> Iterator[str]:
             yield f"{equation} is {kind.name}, and another equation for more rows"
     for loop in levels.loops:
         for equation in loop.equations:
-            if levels.kinds[equation] is not Kind.LOCAL:
+            if levels.kinds[equation] not in (Kind.LOCAL, Kind.PARTIAL):
                 yield f"{equation} runs in a loop, and is {levels.kinds[equation].name}"
         if any(value.axis == COUPLED for value in loop.takes):
             yield "a loop takes rows that are coupled"

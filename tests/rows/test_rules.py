@@ -717,13 +717,13 @@ def clips_cheaply(x):
 clips_cheaply.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
 
 
-@pytest.mark.parametrize(("rule", "crossing"), [(clips_cheaply, "save"), (clips_rows, "recompute")])
-def test_a_rule_that_is_not_linear_is_given_the_whole_cotangent(rule, crossing):
+@pytest.mark.parametrize(("rule", "recompute"), [(clips_cheaply, 0.0), (clips_rows, 4.0)])
+def test_a_rule_that_is_not_linear_is_given_the_whole_cotangent(rule, recompute):
     def loss(p, b):
         hidden = rule(dense(p, b))
         return jnp.mean((hidden - jnp.mean(hidden)) ** 3)
 
-    args, way = values(), optax_accum.value_and_grad(loss, 4, crossing=crossing)
+    args, way = values(), optax_accum.value_and_grad(loss, 4, recompute=recompute)
     got, want = jax.jit(lambda *args: (way(*args), jax.value_and_grad(loss)(*args)))(*args)
     assert farthest(got, want) < 1e-5
 
