@@ -64,6 +64,8 @@ def run(program: Any, values: Sequence[Any], sums: Sequence[Sum | None]) -> list
 def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum | None], begun: dict[Any, int]) -> list[Any]:
     """`begun`: inputs with which a sum has begun, by the result that it becomes: they are not added again."""
     wanted = {place: one for place, one in sums.items() if one is not None}
+    if apart := [place for place, one in wanted.items() if one.square is not None and not _Plan.is_one(jaxpr, place)]:
+        return _measured_apart(jaxpr, values, sums, begun, apart)
     plan = _Plan(jaxpr, {place: one.square is not None for place, one in wanted.items()}, begun)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
@@ -105,6 +107,20 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum | None], begun: 
     return [None if place in wanted else read(atom) for place, atom in enumerate(jaxpr.outvars)]
 
 
+def _measured_apart(
+    jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum | None], begun: dict[Any, int], places: Sequence[int]
+) -> list[Any]:
+    """Adds up results of several terms before they are added to their sums: the square of a sum is no sum of squares."""
+    fresh = {place: Sum(jnp.zeros_like(sums[place].total)) for place in places}  # type: ignore[union-attr]
+    results = _run(jaxpr, values, {**sums, **fresh}, begun)
+    for place, one in fresh.items():
+        whole = sums[place]
+        assert whole is not None
+        whole.add(one.total)
+        whole.finished()
+    return results
+
+
 class _Plan:
     """Where the results of a program are added.
 
@@ -133,6 +149,14 @@ class _Plan:
             if self.terms.get(var) == [place]:
                 self.begun.add(place)
                 del self.terms[var]
+
+    @classmethod
+    def is_one(cls, jaxpr: Any, place: int) -> bool:
+        """Whether a result is added at one place, as a whole or slice by slice."""
+        plan = cls(jaxpr, {place: False}, {})
+        found = [(e, at) for e in jaxpr.eqns for at in range(len(e.outvars)) if (id(e), at) in plan.inside]
+        are_slices = all(e.primitive.name == "scan" and at >= compilers.sizes_of_scan(e)[1] for e, at in found)
+        return len(plan.terms) <= 1 and are_slices
 
     def _open(self, equation: Any, at: int, is_measured: bool, uses: Any, begun: Any) -> None:
         (place,) = self.terms[equation.outvars[at]]
@@ -173,6 +197,36 @@ class _Scatter:
         options = {key: equation.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
         one.total = jax.lax.scatter_add(total, at, updates, **options)
         return [None]
+
+
+class _Slice:
+    """A part that zeros fill up, the gradient of a slice: it is added to the slice of the sum."""
+
+    @staticmethod
+    def adds_inside(equation: Any, at: int, is_measured: bool, zeros: set[Any]) -> bool:
+        if equation.primitive.name == "dynamic_update_slice":
+            return equation.invars[0] in zeros
+        nothing = equation.invars[1]
+        is_zero = isinstance(nothing, core.Literal) and not np.any(nothing.val)
+        return is_zero and all(low >= 0 and high >= 0 and not inner for low, high, inner in _padding(equation))
+
+    @staticmethod
+    def run(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
+        ((at, one),) = sums.items()
+        if equation.primitive.name == "pad":
+            part, starts = values[0], [low for low, _, _ in _padding(equation)]
+        else:
+            part, starts = values[1], values[2:]
+        before = jax.lax.dynamic_slice(one.total, starts, part.shape)
+        inner = Sum(before, one.square, one.scale)
+        inner.add(part)
+        (total, part), one.square = evaluation.varying_together([one.total, inner.total]), inner.square
+        one.total = jax.lax.dynamic_update_slice(total, part, starts)
+        return [None]
+
+
+def _padding(equation: Any) -> list[tuple[int, int, int]]:
+    return [tuple(map(int, each)) for each in equation.params["padding_config"]]  # type: ignore[misc]
 
 
 class _Scan:
@@ -261,4 +315,4 @@ def _put(square: Any, index: Any, new: Any) -> Any:
     return new if square is None or square.ndim == 0 else jax.lax.dynamic_update_index_in_dim(square, new, index, 0)
 
 
-NESTED: dict[str, Any] = {"scan": _Scan, "scatter-add": _Scatter}
+NESTED: dict[str, Any] = {"dynamic_update_slice": _Slice, "pad": _Slice, "scan": _Scan, "scatter-add": _Scatter}

@@ -106,9 +106,10 @@ def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
     view = equation.view
     if equation.differs or view.has_rows or view.makes_rows or not view.has_same_sizes:
         return False
-    if not all(map(moving.is_inexact, (*equation.single.invars, *equation.single.outvars))):
-        return False
     places = {place for place, value in enumerate(equation.ins) if value in parts}
+    summed = (equation.single.invars[place] for place in places)
+    if not all(map(moving.is_inexact, (*summed, *equation.single.outvars))):
+        return False
     nothing = {place for place, value in enumerate(equation.ins) if value in zeros}
     groups = known(equation.name).linear_groups(equation.single)
     return any(places <= group <= places | nothing for group in groups)

@@ -14,7 +14,12 @@ from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
 from optax_accum._rows.staging import staged
 
-FOLLOWS = frozenset(["add", "add_any", "convert_element_type", "div", "mul", "neg", "reduce_precision", "reshape", "squeeze", "sub", "transpose"])
+FOLLOWS = frozenset(
+    """
+    add add_any broadcast_in_dim convert_element_type div dynamic_update_slice mul neg pad reduce_precision reduce_sum
+    reshape squeeze sub transpose
+    """.split()
+)
 _LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
 _AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
 
@@ -142,14 +147,17 @@ class Division:
 
     def _joins(self, equation: Equation) -> bool:
         """Whether an equation that follows a sum linearly is done to its parts: a transpose, say, or a sum of two sums."""
-        if equation.name not in FOLLOWS or self._follows(equation) is False:
+        if equation.name not in FOLLOWS or not self._follows(equation):
+            return False
+        if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
             return False
         taken = [value for value in dict.fromkeys(equation.ins) if value in self.parts]
         level = self.level[taken[0]]
         others = [value for value in equation.ins if value not in self.parts and value not in self.zeros]
         alone = all(self.parts[v] == "sum" and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
         known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
-        from_layers = any(self.made[value] in self.bodies for value in taken) and not self.joins_all
+        is_of_two = equation.name in ("add", "add_any") or self.joins_all
+        from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two
         is_output = not set(taken).isdisjoint(self.program.outputs)
         more = any(map(self.adds_to_more, (self.made[value] for value in taken)))
         if not alone or is_output or not known_before or from_layers or more or not self.moving.isdisjoint(equation.ins):
@@ -176,7 +184,9 @@ class Division:
         return not (self._shares_ties(equation) or self._adds_to_made(equation))
 
     def _is_layout(self, equation: Equation) -> bool:
-        """Whether an equation writes parameters in another order, which products in loops read as they are."""
+        """Whether an equation writes parameters in another order, which products in loops read as they are, or a number."""
+        if equation.name == "broadcast_in_dim" and all(isinstance(value, Number) for value in equation.ins):
+            return True  # zeros, for a sum to begin with
         of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)
         return of_params and equation.name in _LAYOUT and self.moving.isdisjoint(equation.ins)
 
@@ -213,7 +223,7 @@ class Division:
 
     def _adds_to_made(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""
-        return equation.name.startswith("scatter") and equation.ins[0] in self.made
+        return equation.name.startswith("scatter") and equation.ins[0] in self.made and self.adds_to_more(equation)
 
 
 def _needed(program: Program) -> list[Equation]:

@@ -204,11 +204,13 @@ def _part_of_sum(value: Value, equation: Equation, store: Store) -> Any:
 def followed(equation: Equation, values: Sequence[Any]) -> Any:
     """An equation that is linear in parts of sums, in their dtype if that is wider than its own."""
     values, kind = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
-    wide = functools.reduce(jnp.promote_types, [value.dtype for value in values])
+    inexact = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
+    wide = functools.reduce(jnp.promote_types, [v.dtype for v, is_ in zip(values, inexact, strict=True) if is_])
     if equation.name == "convert_element_type":
         is_as_wide = dtypes.holds(wide, kind) and _is_complex(wide) == _is_complex(kind)
         return values[0] if is_as_wide else values[0].astype(kind)
-    (result,) = evaluation.bind(equation.single, [value.astype(wide) for value in values])
+    values = [value.astype(wide) if is_ else value for value, is_ in zip(values, inexact, strict=True)]
+    (result,) = evaluation.bind(equation.single, values)
     return result
 
 

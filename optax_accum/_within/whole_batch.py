@@ -84,7 +84,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             call.params,
             over,
             moves=False,
-            joins_all=rules.meter.measures,
+            joins_all=rules.meter.measures or device.endings.missing is None,
             outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
             again=rules.recompute,
         )
@@ -124,12 +124,9 @@ def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tr
 def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient, by the program that computes both."""
     params = program.call[program.call.params]
-    named = jax.tree.leaves(dtypes.named_dtypes(rules.accumulator_dtype, params), is_leaf=lambda leaf: leaf is None)
-    kinds = [
-        dtypes.accumulator_dtype(jnp.result_type(leaf), name)
-        for leaf, name in zip(jax.tree.leaves(params), named, strict=True)
-        if is_inexact(leaf)
-    ]
+    named = dtypes.named_dtypes(rules.accumulator_dtype, params)
+    of_sums = jax.tree.map(lambda leaf, name: is_inexact(leaf) and _dtype_of_sum(leaf, name), params, named)
+    kinds = [kind for kind in jax.tree.leaves(of_sums) if kind]
     results = program.levels.program.outputs
     count = len(results) - len(kinds)
     outputs, gradient = results[:count], results[count:]
@@ -154,6 +151,10 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(_rows_of(program) / program.units.devices, dtypes.default_float())
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
+
+
+def _dtype_of_sum(param: Any, named: Any) -> jnp.dtype:
+    return dtypes.accumulator_dtype(jnp.result_type(param), named)
 
 
 def _is_of_one_loop(program: TracedCall, gradient: Sequence[Value]) -> bool:
