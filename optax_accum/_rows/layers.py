@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
 from optax_accum._rows import locality, moving
-from optax_accum._rows.levels import Body, Kind
+from optax_accum._rows.levels import Bodies, Body, Kind
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Equation, Number, Program, Value
 from optax_accum._rows.registry import known
@@ -36,31 +36,64 @@ class Zeros:
 _KEEPS_ZERO = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "neg", "pcast", "pvary", "reshape", "squeeze", "transpose"])
 
 
-def body_of(equation: Equation, zeros: Zeros) -> Body | None:
-    """The body of a loop over layers that may run for some rows; None for any other equation."""
-    if equation.name != "scan" or equation.differs or equation.single.effects:
-        return None
-    if equation.single.params["length"] != equation.double.params["length"]:
-        return None
-    if any(map(compilers.makes_reference, every_equation(equation.single))):
+def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
+    """The programs inside a loop over layers, or a branch, that may run for some rows; None for any other equation."""
+    if equation.differs or equation.single.effects or any(map(compilers.makes_reference, every_equation(equation.single))):
         return None
     if any(value.axis == COUPLED for value in (*equation.ins, *equation.outs)):
         return None
-    consts, carried = compilers.sizes_of_scan(equation.single)
     try:
-        program = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
+        if equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]:
+            return _of_scan(equation, zeros)
+        if equation.name == "cond" and equation.ins[0].axis is None:
+            return _of_branches(equation, zeros)
     except OtherProgramError:
         return None
+    return None
+
+
+def _of_scan(equation: Equation, zeros: Zeros) -> Bodies | None:
+    consts, carried = compilers.sizes_of_scan(equation.single)
+    program = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     begins = [place for place in range(carried) if equation.ins[consts + place] in zeros]
-    return _read(program, consts, carried, begins)
-
-
-def _read(program: Program, consts: int, carried: int, begins: Sequence[int]) -> Body | None:
     running = {place: program.inputs[consts + place] for place in begins if _only_adds(program, consts, place)}
-    parts = set(running.values())
+    found = _read(program, set(running.values()))
+    if found is None:
+        return None
+    body, parts, _ = found
+    is_part = [value in parts for value in program.outputs]
+    if any(is_part[place] != (place in running) for place in range(carried)):
+        return None
+    return Bodies([body], is_part)
+
+
+def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
+    """Branches whose results are rows, or parts of sums: a sum is one in each branch that does not return zeros."""
+    pairs = zip(equation.single.params["branches"], equation.double.params["branches"], strict=True)
+    programs = [paired(*pair, equation.rows, equation) for pair in pairs]
+    bodies: list[Body] = []
+    are_parts: list[list[bool]] = []
+    may_be: list[list[bool]] = []
+    for program in programs:
+        found = _read(program, set())
+        if found is None:
+            return None
+        body, parts, zeros_inside = found
+        bodies.append(body)
+        are_parts.append([value in parts for value in program.outputs])
+        may_be.append([value in parts or value in zeros_inside for value in program.outputs])
+    is_part = [any(each) for each in zip(*are_parts, strict=True)]
+    can_be = [all(each) for each in zip(*may_be, strict=True)]
+    if any(part and not can for part, can in zip(is_part, can_be, strict=True)):
+        return None
+    return Bodies(bodies, is_part)
+
+
+def _read(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
+    """Where the equations of a program run, which values are parts of sums, which are zeros; None if it takes all rows."""
+    parts, zeros = set(begun), Zeros()
     kinds: dict[Equation, Kind] = {}
-    bodies: dict[Equation, Body] = {}
-    zeros = Zeros()
+    bodies: dict[Equation, Bodies] = {}
     for equation in program.equations:
         kind, made = _kind(equation, parts, bodies, zeros)
         if kind is None:
@@ -68,14 +101,11 @@ def _read(program: Program, consts: int, carried: int, begins: Sequence[int]) ->
         kinds[equation] = kind
         parts.update(made)
         zeros.read(equation)
-    found = [value in parts for value in program.outputs]
-    if any(found[place] != (place in running) for place in range(carried)):
-        return None
-    return Body(program, kinds, bodies, found)
+    return Body(program, kinds, bodies), parts, zeros
 
 
 def _kind(
-    equation: Equation, parts: set[Value], bodies: dict[Equation, Body], zeros: Zeros
+    equation: Equation, parts: set[Value], bodies: dict[Equation, Bodies], zeros: Zeros
 ) -> tuple[Kind | None, Sequence[Value]]:
     """Where an equation of a body runs, and which of its results are parts of sums; None where it takes all rows."""
     if not parts.isdisjoint(equation.ins):
@@ -87,11 +117,11 @@ def _kind(
         return Kind.PARTIAL, equation.outs
     if locality.is_local_inside(view):
         return Kind.LOCAL, ()
-    body = body_of(equation, zeros)
-    if body is None:
+    inside = bodies_of(equation, zeros)
+    if inside is None:
         return None, ()
-    bodies[equation] = body
-    return Kind.LOCAL, [value for value, is_part in zip(equation.outs, body.parts, strict=True) if is_part]
+    bodies[equation] = inside
+    return Kind.LOCAL, [value for value, is_part in zip(equation.outs, inside.parts, strict=True) if is_part]
 
 
 def adds_up(equation: Equation, zeros: Zeros) -> bool:

@@ -8,7 +8,7 @@ from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import every_equation, is_cast_down
 from optax_accum._rows import derivatives, layers, locality, moving
-from optax_accum._rows.levels import ONCE, Body, Kind, Levels
+from optax_accum._rows.levels import ONCE, Bodies, Kind, Levels
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
@@ -84,7 +84,7 @@ class Division:
         self.made: dict[Value, Equation] = {}  # values that loops make
         self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
         self.parts: dict[Value, str] = {}  # values of which each micro-batch of a loop gives a part, and how they join
-        self.bodies: dict[Equation, Body] = {}
+        self.bodies: dict[Equation, Bodies] = {}
         self.zeros = layers.Zeros()
         for equation in self.equations:
             self._read(equation)
@@ -169,13 +169,13 @@ class Division:
         return equation.name.startswith("scatter") and equation.ins[0] not in self.zeros
 
     def _has_body(self, equation: Equation) -> bool:
-        """Whether an equation is a loop over layers that treats rows one by one, and adds over them."""
+        """Whether an equation is a loop over layers, or a branch, that treats rows one by one, and adds over them."""
         if not self.moving.isdisjoint(equation.ins) or self.model.isdisjoint(equation.ins):
             return False
-        body = layers.body_of(equation, self.zeros)
-        if body is None:
+        bodies = layers.bodies_of(equation, self.zeros)
+        if bodies is None:
             return False
-        self.bodies[equation] = body
+        self.bodies[equation] = bodies
         return True
 
     def _is_partial(self, equation: Equation) -> bool:

@@ -22,15 +22,21 @@ ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
 
 
 class Body(NamedTuple):
-    """The body of a loop over layers that runs for some rows: where each of its equations runs.
+    """The body of a loop over layers, or a branch, that runs for some rows: where each of its equations runs."""
+
+    program: Program
+    kinds: dict[Equation, Kind]
+    bodies: "dict[Equation, Bodies]"
+
+
+class Bodies(NamedTuple):
+    """The programs inside an equation that runs for some rows: the body of a loop over layers, or branches.
 
     Attributes:
       parts: which of its results are parts of sums.
     """
 
-    program: Program
-    kinds: dict[Equation, Kind]
-    bodies: "dict[Equation, Body]"
+    each: Sequence[Body]
     parts: Sequence[bool]
 
 
@@ -72,7 +78,7 @@ class Levels:
     model: set[Value]  # what the differentiated inputs decide
     moving: set[Value]  # and is differentiated by them: nothing after a stop_gradient is
     stages: Sequence[Stage]
-    bodies: dict[Equation, Body]  # of the loops over layers whose results are rows and parts of sums
+    bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
 
     @property
     def loops(self) -> list[Loop]:

@@ -106,6 +106,7 @@ class _Pairing:
         elif _is_inlined(equation):
             before = len(self.equations)
             try:
+                ins = self.computed_again(equation) if _computes_again(equation) else ins
                 outs = self.inlined(_inner(a), _inner(b), ins, equation)
             except OtherProgramError:
                 del self.equations[before:]
@@ -114,6 +115,19 @@ class _Pairing:
             self.equations.append(equation)
         env.update(zip(a.outvars, outs, strict=True))
         return True
+
+    def computed_again(self, equation: Equation) -> list[Value]:
+        """The operands of a checkpoint in a backward pass: its rows behind a barrier, so that no compiler keeps results."""
+        rows = [value for value in equation.ins if value.axis not in (None, COUPLED)]
+        if not rows:
+            return list(equation.ins)
+        single, double = (
+            jax.make_jaxpr(jax.lax.optimization_barrier)([_type(value, self.rows, size) for value in rows]).eqns[0]
+            for size in self.rows
+        )
+        behind = {value: Value(value.aval, value.axis) for value in rows}
+        self.equations.append(Equation(single, double, list(behind), list(behind.values()), self.rows, equation))
+        return [behind.get(value, value) for value in equation.ins]
 
     def append_whole(
         self, ours: Sequence[Any], others: Sequence[Any], program: Any, env: dict[Any, Value], caller: Equation | None
@@ -208,6 +222,12 @@ def _is_inlined(equation: Equation) -> bool:
     if equation.name in ("checkpoint", "remat2"):
         return not locality.is_local(equation.view)
     return equation.name == "closed_call"
+
+
+def _computes_again(equation: Equation) -> bool:
+    """Whether an equation is a checkpoint in a backward pass, from which XLA must not take what it has already."""
+    params = equation.single.params
+    return bool(params.get("differentiated") and params.get("prevent_cse"))
 
 
 def _inner(eqn: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers, convolutions, dtypes, evaluation
 from optax_accum._rows import derivatives, faults, layers, locality, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
-from optax_accum._rows.levels import Body, Kind, Levels, Loop
+from optax_accum._rows.levels import Bodies, Body, Kind, Levels, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
 from optax_accum._rows.traces import COUPLED
@@ -322,7 +322,8 @@ def evaluate_some(
         with faults.explained(equation):
             values = [_read(env, value) for value in equation.ins]
             if equation in known.bodies:
-                results = _layers_of_rows(equation, known.bodies[equation], units, values, numbers)
+                inside = _layers_of_rows if equation.name == "scan" else _branches_of_rows
+                results = inside(equation, known.bodies[equation], units, values, numbers)
             elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
                 results = [partial.part_of(equation, units, values, numbers)]
             elif known.kinds[equation] is Kind.PARTIAL:
@@ -337,20 +338,19 @@ def _read(env: dict[Value, Any], value: Value) -> Any:
 
 
 def _layers_of_rows(
-    equation: Equation, body: Body, units: Units, values: Sequence[Any], numbers: jax.Array
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
     params = equation.single.params
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
-    for place in (place for place in range(carried) if body.parts[place]):
+    (body,) = bodies.each
+    for place in (place for place in range(carried) if bodies.parts[place]):
         start[place] = start[place].astype(dtypes.wide(start[place].dtype))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        env = dict(zip(body.program.inputs, [*fixed, *carry, *x], strict=True))
-        evaluate_some(body.program.equations, body, units, env, numbers)
-        outs = [_read(env, value) for value in body.program.outputs]
+        outs = _inside(body, units, [*fixed, *carry, *x], numbers)
         return outs[:carried], outs[carried:]
 
     if any(map(compilers.varying_axes, values)):
@@ -370,6 +370,44 @@ def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
         return [positional.at(equation.single, values, axis_of(made), places)]
     some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
     return resized.evaluate(equation.single, equation.double, some, values)
+
+
+def _branches_of_rows(
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+) -> Sequence[Any]:
+    """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
+    index, *operands = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
+    types = [value.aval for value in equation.outs]
+
+    def branch(body: Body) -> Any:
+        def run(*operands: Any) -> list[Any]:
+            results = _inside(body, units, operands, numbers)
+            triples = zip(results, bodies.parts, types, strict=True)
+            return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
+
+        return run
+
+    branches = list(map(branch, bodies.each))
+    if any(map(compilers.varying_axes, values)):
+        found = [jax.eval_shape(run, *operands) for run in branches]
+        branches = [_as_all(run, found) for run in branches]
+    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
+
+
+def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
+    """A branch whose results vary along the axes along which those of any branch do."""
+
+    def varied(*operands: Any) -> list[Any]:
+        results = run(*operands)
+        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *kinds, strict=True)]
+
+    return varied
+
+
+def _inside(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
+    env = dict(zip(body.program.inputs, values, strict=True))
+    evaluate_some(body.program.equations, body, units, env, numbers)
+    return [_read(env, value) for value in body.program.outputs]
 
 
 # Loops over layers whose bodies take rows together
