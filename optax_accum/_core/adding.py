@@ -179,7 +179,10 @@ def _makes_zeros(equation: Any) -> bool:
 
 def _adds_alike(equation: Any) -> bool:
     result = equation.outvars[0].aval
-    return all(isinstance(atom, core.Var) and atom.aval.shape == result.shape and atom.aval.dtype == result.dtype for atom in equation.invars)
+    return all(
+        isinstance(atom, core.Var) and atom.aval.shape == result.shape and atom.aval.dtype == result.dtype
+        for atom in equation.invars
+    )
 
 
 class _Scatter:
@@ -244,7 +247,9 @@ class _Scan:
         body = compilers.opened(equation.params["jaxpr"])[0]
         begins = body.invars[consts + at]
         plan = _Plan(body, {at: False}, {begins: at})
-        uses = sum(atom is begins for e in body.eqns for atom in e.invars) + sum(atom is begins for atom in body.outvars)
+        uses = sum(atom is begins for e in body.eqns for atom in e.invars) + sum(
+            atom is begins for atom in body.outvars
+        )
         return at in plan.begun and uses == 1
 
     @staticmethod
@@ -287,7 +292,13 @@ class _Scan:
 
         begin = jnp.int32(length - 1 if params["reverse"] else 0)
         squares = [sums[at].square for at in stacked]
-        state = (begin, [start[at] for at in others], [sums[at].total for at in running], [sums[at].total for at in stacked], squares)
+        state = (
+            begin,
+            [start[at] for at in others],
+            [sums[at].total for at in running],
+            [sums[at].total for at in stacked],
+            squares,
+        )
         state = _settled(step, state, xs)
         (_, carry, totals, slices_of, squares), ys = jax.lax.scan(
             step, state, xs, length=length, reverse=params["reverse"], unroll=params["unroll"]
@@ -308,7 +319,9 @@ def _settled(step: Any, state: Any, xs: Any) -> Any:
 
 
 def _at(square: Any, index: Any) -> Any:
-    return square if square is None or square.ndim == 0 else jax.lax.dynamic_index_in_dim(square, index, 0, keepdims=False)
+    return (
+        square if square is None or square.ndim == 0 else jax.lax.dynamic_index_in_dim(square, index, 0, keepdims=False)
+    )
 
 
 def _put(square: Any, index: Any, new: Any) -> Any:

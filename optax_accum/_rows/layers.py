@@ -33,12 +33,18 @@ class Zeros:
             self.found.update(equation.outs)
 
 
-_KEEPS_ZERO = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "neg", "pcast", "pvary", "reshape", "squeeze", "transpose"])
+_KEEPS_ZERO = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "neg", "pcast", "pvary", "reshape", "squeeze", "transpose"]
+)
 
 
 def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
     """The programs inside a loop over layers, or a branch, that may run for some rows; None for any other equation."""
-    if equation.differs or equation.single.effects or any(map(compilers.makes_reference, every_equation(equation.single))):
+    if (
+        equation.differs
+        or equation.single.effects
+        or any(map(compilers.makes_reference, every_equation(equation.single)))
+    ):
         return None
     if any(value.axis == COUPLED for value in (*equation.ins, *equation.outs)):
         return None

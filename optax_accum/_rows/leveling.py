@@ -160,7 +160,14 @@ class Division:
         from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two
         is_output = not set(taken).isdisjoint(self.program.outputs)
         more = any(map(self.adds_to_more, (self.made[value] for value in taken)))
-        if not alone or is_output or not known_before or from_layers or more or not self.moving.isdisjoint(equation.ins):
+        if (
+            not alone
+            or is_output
+            or not known_before
+            or from_layers
+            or more
+            or not self.moving.isdisjoint(equation.ins)
+        ):
             return False
         return layers.follows(equation, set(taken), self.zeros)
 

@@ -119,6 +119,7 @@ class _Staging:
             return size_of(value) // READING if is_again(value) else size_of(value)
 
         makes = {value: e for value, e in self.made.items() if value not in self.frontier}
+
         def price_of(equation: Equation) -> int:
             return 0 if self._is_cheap(equation) else cuts.ALWAYS
 

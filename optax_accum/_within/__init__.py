@@ -1,5 +1,5 @@
 """Within a call: `value_and_grad`, `microbatched`, `accumulate`. A batch is cut, run, and put together again.
 
-A loss is read off its trace (`whole_batch`, then `one_pass` or `by_level`); any other function runs micro-batch by
+A loss is read off its trace (`whole_batch`, then `by_level`); any other function runs micro-batch by
 micro-batch (`cut`: `microbatches`, `weights`, `loops`, `reductions`).
 """

@@ -57,5 +57,3 @@ def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
     count = len(jax.tree.leaves(xs)[0])
     results = [fun(jax.tree.map(lambda leaf: leaf[iteration], xs)) for iteration in range(count)]  # noqa: B023
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-
-

@@ -134,7 +134,9 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     sampled, ending = NOTHING, None
     if rules.meter.measures:
         asked, sampled = _measured(rules, program, gradient, asked)
-    empty = _with_zeros(params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)])
+    empty = _with_zeros(
+        params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
+    )
     ending = device.ending(empty, None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS)
     if ending is not None:
         finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
