@@ -76,18 +76,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     try:
         if again:
             return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
-        gradient = functools.partial(_gradient, rules, fun)
-        program = trace_call(
-            gradient,
-            call,
-            rules.sizes,
-            call.params,
-            over,
-            moves=False,
-            joins_all=rules.meter.measures or device.endings.missing is None,
-            outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
-            again=rules.recompute,
-        )
+        program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
     except UndividedError as error:
         if not may_run_at_once:
             error.add_note("Over devices, and with statistics, micro-batches cannot run at once. Change that line.")
@@ -103,6 +92,22 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     if device.one_batch:
         check_alike(program, device, call, outputs)
     return _of_gradient(rules, device, program)
+
+
+def traced_gradient(rules: CallRules, call: Call, device: Device, *, joins_all: bool = False) -> TracedCall:
+    """The program that computes the value and the gradient of the whole batch; see `trace_call` and `levels_of`."""
+    gradient = functools.partial(_gradient, rules, _of_one_number(rules))
+    return trace_call(
+        gradient,
+        call,
+        rules.sizes,
+        call.params,
+        device,
+        moves=False,
+        joins_all=joins_all,
+        outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
+        again=rules.again,
+    )
 
 
 def _called(fun: Callable[..., Any]) -> Callable[[Call], Any]:
