@@ -191,7 +191,7 @@ def _run(rules: CallRules, found: TracedCall) -> Levels:
     """How the program runs that computes the loss and its gradient; of a loss without a gradient, the loss's own."""
     try:
         return traced_gradient(rules, found.call, Device()).levels
-    except (NotImplementedError, TypeError, ValueError):
+    except Exception:  # of a rule of the user's, say: the loss itself has been traced
         return found.levels
 
 

@@ -27,7 +27,7 @@ from optax_accum._within.rules import CallRules
 
 AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
-    "in place. Take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches)) in its place."
+    "in place. Pass in_place=False to value_and_grad."
 )
 
 

@@ -34,6 +34,7 @@ from optax_accum._within.traced_call import (
     warn_undivided,
 )
 
+_ADDED_IN_PLACE = "gradients that are added in place, as those that are differentiated again are not"
 _SUM_OVER_ROWS = (
     "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
     "is added in the end. Give the term to the optimizer"
@@ -74,7 +75,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         return _at_once(rules, device, call, fun)
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
-        if again:
+        if again and not rules.meter.measures:
             return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
         program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
     except UndividedError as error:
@@ -181,6 +182,8 @@ def _measured(
 ) -> tuple[dict[Value, Result], Sampled]:
     """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
     params, units, meter = program.call[program.call.params], program.units, rules.meter
+    if units.devices * units.parts == 1:
+        meter.warn_of_one_sample()
     found = [sum_of(value, program.levels) for value in gradient]
     sums = [value for value in found if value is not None]
     if not any(set(sums) <= loop.sums.keys() for loop in program.levels.loops):
@@ -261,7 +264,7 @@ def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall)
     device.check_axes(loss.traced.program.out_avals)
     if device.one_batch:
         check_alike(loss, device, call)
-    rules.meter.refuse("no statistics yet")
+    device.ending(call[call.params], _ADDED_IN_PLACE)
     names = tuple(call.arguments)
 
     def compute(call: Call) -> Any:
