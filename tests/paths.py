@@ -220,7 +220,6 @@ PATHS = {
     ),
     "value_and_grad": within,
     "value_and_grad, eager": functools.partial(within, jit=lambda grad: grad),
-    "value_and_grad, not in place": functools.partial(within, in_place=False),
     "value_and_grad, number": functools.partial(within, microbatch_size=None, num_microbatches=5),
     "both": within_and_across,
     "accumulate": accumulated,

@@ -725,24 +725,48 @@ def swapped():
     optimizer.update(nnx.state(model, nnx.Param), model)
 
 
-@pytest.mark.parametrize("build_", [optax_accum.value_and_grad, optax_accum.microbatched])
-def test_no_way_for_rows_to_cross_levels(build_):
-    with pytest.raises(ValueError, match='crossing must be one of "save", "recompute".*: crossing=.host.. Choose'):
-        build_(loss, 2, crossing="host")
-    with pytest.raises(ValueError, match=r"crossing=\['save'\]"):
-        build_(loss, 2, crossing=["save"])
+ROWS_LOSS = lambda p, x: jnp.mean(p * x**2)
 
 
-def test_rows_on_the_host_are_differentiated_once():
-    with pytest.raises(ValueError, match='crossing="offload" needs .* take value_and_grad, or "recompute"'):
-        optax_accum.microbatched(loss, 2, crossing="offload")
+def test_how_rows_cross_levels_is_said_by_a_number():
+    with pytest.raises(TypeError, match='no crossing=: crossing="?.save.*Pass recompute=: .* 0.6 say; 0 for none'):
+        optax_accum.value_and_grad(ROWS_LOSS, 2, crossing="save")
+    for share in (0.6, 0):  # the remedy
+        optax_accum.value_and_grad(ROWS_LOSS, 2, recompute=share)(jnp.float32(1), X)
+    with pytest.raises(TypeError, match="explain has no crossing=: crossing='recompute'. Pass recompute="):
+        optax_accum.explain(ROWS_LOSS, jnp.float32(1), X, crossing="recompute")
+    assert optax_accum.explain(ROWS_LOSS, jnp.float32(1), X, recompute=0.6).one_pass
+    takes_it = lambda p, x, crossing: crossing * ROWS_LOSS(p, x)  # then it is an argument of the loss
+    assert optax_accum.explain(takes_it, jnp.float32(1), X, crossing=2.0).one_pass
+    with pytest.raises(
+        TypeError, match="microbatched has no crossing=: .*Leave it out: .* take value_and_grad, and rec"
+    ):
+        optax_accum.microbatched(ROWS_LOSS, 2, crossing="save")
+
+
+@pytest.mark.parametrize("share", [-0.1, True, "save", float("nan"), float("inf")])
+def test_a_share_of_a_forward_pass_that_is_none(share):
+    for build_ in (functools.partial(optax_accum.value_and_grad, ROWS_LOSS, 2), explained):
+        with pytest.raises(
+            ValueError, match=f"recompute must be a number >= 0.*: recompute={share!r}. Pass 0.6 to run"
+        ):
+            build_(recompute=share)
+
+
+def explained(**options):
+    return optax_accum.explain(ROWS_LOSS, jnp.float32(1), X, **options)
+
+
+def test_sums_are_added_in_place_anyway():
+    with pytest.raises(TypeError, match="no in_place=: in_place=False. Leave it out: .* may be differentiated again"):
+        optax_accum.value_and_grad(ROWS_LOSS, 2, in_place=False)
+    again = jax.hessian(jax.jit(lambda p: optax_accum.value_and_grad(lambda p, x: ROWS_LOSS(p**2, x), 2)(p, X)[0]))
+    np.testing.assert_allclose(again(jnp.float32(1)), 2 * jnp.mean(X**2), rtol=1e-6)  # the remedy
 
 
 @pytest.mark.parametrize("options", [{"in_place": "no"}], ids=str)
 def test_what_is_no_flag(options):
     ((name, value),) = options.items()
-    with pytest.raises(TypeError, match=f"{name} must be True.*False.*: {name}={value!r}. Leave it out"):
-        optax_accum.value_and_grad(lambda p, x: jnp.mean(p * x), 2, **options)
     with pytest.raises(TypeError, match=f"{name} must be True, False or None: {name}={value!r}"):
         optax_accum.value_and_apply_gradients(lambda p, x: jnp.mean(p * x), build(), **options)
 

@@ -250,9 +250,22 @@ def loops_of(levels: Levels) -> int:
 
 
 def bytes_kept(levels: Levels) -> int:
-    """The bytes that are kept for all rows between loops."""
-    inside = sum(length * bytes_kept(inner) for inner, length in _inner(levels))
-    return sum(map(bytes_of, kept_by(levels))) + inside
+    """The most bytes that are kept for all rows between loops, at the same time."""
+    last: dict[Value, int] = {}  # the stage that is the last to take a value
+    for at, stage in enumerate(levels.stages):
+        last.update((value, at) for equation in stage.once for value in equation.ins)
+        last.update((value, at) for value in (stage.loop.takes if stage.loop else ()))
+    whole = {value for equation in levels.coupling if levels.kinds[equation] is Kind.WHOLE for value in equation.outs}
+    kept: set[Value] = set()
+    most = 0
+    for at, stage in enumerate(levels.stages):
+        made = {value for equation in stage.once for value in equation.outs if value.axis is not None}
+        kept = {value for value in kept if last.get(value, -1) >= at} | (made & whole)
+        most = max(most, sum(map(bytes_of, kept)))
+        kept.update(stage.loop.rows if stage.loop else ())
+        kept = {value for value in kept if last.get(value, -1) > at}
+        most = max(most, sum(map(bytes_of, kept)))
+    return most + max((bytes_kept(inner) for inner, _ in _inner(levels)), default=0)
 
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:

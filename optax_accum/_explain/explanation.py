@@ -25,7 +25,8 @@ class Coupling:
         whose extremes are taken). Else it runs once, on all rows.
       shape: the shape of its largest result.
       dtype: the dtype of that.
-      kept_bytes: what is kept for all rows, of what it takes and returns.
+      kept_bytes: what a forward pass keeps for all rows, of what it takes
+        and returns.
       times: how often it runs: more than once in a loop over layers.
       unknown: those of the primitives, here or in functions called here,
         of which it is not known whether they treat rows one by one.
@@ -88,7 +89,8 @@ class Explanation:
         backward.
       one_pass: whether one loop is enough: each micro-batch runs once,
         forward and backward.
-      kept_bytes: what is kept for all rows between the loops.
+      kept_bytes: what is kept for all rows between the loops, at most at
+        the same time.
       weight: a `weight_fn` for accumulation across calls. It returns a
         number; a dict where the loss is a dict of terms; a list where the
         loss is a sum of terms with a denominator each. None where no weight
@@ -149,7 +151,7 @@ class Explanation:
     def _memory(self) -> str:
         if not self.kept_bytes:
             return "Nothing is kept for all rows."
-        return f"Between loops {_bytes(self.kept_bytes)} are kept for all rows."
+        return f"Between loops up to {_bytes(self.kept_bytes)} are kept for all rows."
 
     def _across(self) -> Iterator[str]:
         if self.weight is None:

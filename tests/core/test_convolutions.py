@@ -271,7 +271,6 @@ def weigh(batch):
 grad = functools.partial(optax_accum.value_and_grad, num_microbatches=2)
 PATHS = {
     "value_and_grad": grad(loss),
-    "after the backward pass": grad(loss, in_place=False),
     "level by level": grad(normalised),
     "a remainder": optax_accum.value_and_grad(loss, microbatch_size=3),
     "accumulate": optax_accum.accumulate(jax.value_and_grad(loss), 2),
@@ -282,7 +281,7 @@ PATHS = {
     "microbatched_apply": jax.value_and_grad(by_pairs),
     "value_and_apply_gradients": step,
     "value_and_apply_gradients, weighed": functools.partial(step, weight_fn=weigh),
-    "twice": jax.hessian(lambda params, batch: grad(loss, in_place=False)(params, batch)[0]),
+    "twice": jax.hessian(lambda params, batch: grad(loss)(params, batch)[0]),
 }
 PARAMS = {"a": SQUARE.arrays()[1], "b": 0.1 * SQUARE.arrays()[1]}
 BATCH = {"x": jnp.arange(4 * 36.0).reshape(4, 3, 4, 3) / 144, "y": jnp.arange(12.0).reshape(4, 3)}

@@ -181,12 +181,12 @@ def test_our_own_arithmetic_promotes_nothing(dtype, options):
 @pytest.mark.usefixtures("strict_dtypes")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_nor_does_it_where_parameters_are_narrow(dtype):
-    """In place and after the backward pass, on every path of a loss."""
+    """On every path of a loss; across calls in place, and after the backward pass."""
     w, x = jnp.ones((3, 2), dtype), jnp.ones((8, 3), dtype)
     loss = lambda w, x: jnp.mean(jnp.square((x @ w).astype(jnp.float32)))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    grad = jax.eval_shape(optax_accum.value_and_grad(loss, 3), w, x)[1]
     for in_place in (None, False):
-        grad = jax.eval_shape(optax_accum.value_and_grad(loss, 3, in_place=in_place), w, x)[1]
         step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
         assert (grad.dtype, jax.eval_shape(step, w, tx.init(w), x)[1].dtype) == (dtype, dtype)
 
@@ -250,10 +250,10 @@ def test_a_prefix_of_accumulator_dtypes(named, expected, returned):
 
 def test_accumulators_that_stall_are_those_that_were_named():
     """512 times 5.12, of which a bfloat16 sum loses a tenth and more."""
-    loss = lambda tree, x: jnp.mean((tree["narrow"] + tree["wide"]).astype(jnp.float32) * x)
-    params = {"narrow": jnp.bfloat16(1), "wide": jnp.bfloat16(1)}
-    options = {"num_microbatches": 512, "in_place": False, "accumulator_dtype": {"narrow": jnp.bfloat16, "wide": None}}
-    _, grads = jax.jit(optax_accum.value_and_grad(loss, **options))(params, jnp.full(512, 5.12))
+    loss = lambda tree, x: jnp.mean(jnp.square((tree["narrow"] + tree["wide"]).astype(jnp.float32) * x))
+    params = {"narrow": jnp.bfloat16(0.5), "wide": jnp.bfloat16(0.5)}
+    options = {"num_microbatches": 512, "accumulator_dtype": {"narrow": jnp.bfloat16, "wide": None}}
+    _, grads = jax.jit(optax_accum.value_and_grad(loss, **options))(params, jnp.full(512, 1.6))
     assert grads["wide"] == 5.125  # 5.12 in bfloat16
     assert abs(float(grads["narrow"]) / 5.12 - 1) > 0.1
 

@@ -1,5 +1,7 @@
 """Losses whose denominator only the loss knows: what they may be, what they cost, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import optax_accum
 from optax_accum import Ratio
 from optax_accum._within.one_by_one import one_by_one
 from tests import programs
-from tests.versions import in_places, needs_references
+from tests.versions import in_places
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(10, 3)), jnp.float32)
 W = jnp.asarray([1.0, -0.5, 2.0])
@@ -37,9 +39,8 @@ def close(ours, expected, rtol=1e-5):
 
 
 @pytest.mark.sweep
-@in_places
-def test_the_parameters_may_decide_what_counts(in_place):
-    f = optax_accum.value_and_grad(passed, in_place=in_place, **CUT)
+def test_the_parameters_may_decide_what_counts():
+    f = optax_accum.value_and_grad(passed, **CUT)
     close(jax.jit(f)(W, X), whole(passed, W, X))
     for x in (X, -X, jnp.zeros_like(X)):  # with other counts, and with none
         value, grad = jax.jit(f)(W, x)
@@ -138,6 +139,7 @@ def test_a_window_in_which_nothing_counts_makes_no_update():
 
 
 @pytest.mark.sweep
+@pytest.mark.xfail(strict=True, reason="a count that the model decides is known only when a loop is over")
 def test_no_micro_batch_is_run_twice():
     def loss(w, x):
         h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, w)
@@ -168,18 +170,20 @@ def test_a_count_that_is_differentiated_is_exact_within_a_call():
 
 
 @pytest.mark.sweep
-@needs_references
-def test_no_gradient_of_a_ratio_stands_beside_the_accumulator():
+def test_no_gradient_of_a_ratio_stands_beside_the_sum():
+    """A loop that adds trees of gradients has one beside it."""
+
     def loss(w, x):
         h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, w)
         return Ratio(jnp.sum(h**2), (h > 0).sum())
 
     w = jnp.ones((8, 32, 32)) / 8
-    f = lambda flag: optax_accum.value_and_grad(loss, num_microbatches=4, in_place=flag)
-    temporary = lambda flag: (
-        programs.compiled(jax.jit(f(flag)).lower(w, jnp.ones((8, 32)))).memory_analysis().temp_size_in_bytes
+    after = functools.partial(one_by_one, loss, num_microbatches=4, in_place=False)
+    ours = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=4)
+    temporary = lambda f: (
+        programs.compiled(jax.jit(f()).lower(w, jnp.ones((8, 32)))).memory_analysis().temp_size_in_bytes
     )
-    assert temporary(False) - temporary(True) > 0.7 * w.nbytes
+    assert temporary(after) - temporary(ours) > 0.7 * w.nbytes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import optax_accum
 from optax_accum import Ratio
 from tests import programs
 from tests.loss.test_ratio import CUT, W, X, close, passed, whole
-from tests.versions import in_places
 
 
 def near(w, x):
@@ -20,9 +19,8 @@ def near(w, x):
 
 
 @pytest.mark.sweep
-@in_places
-def test_each_term_is_divided_by_its_own_count(in_place):
-    f = jax.jit(optax_accum.value_and_grad(near, in_place=in_place, **CUT))
+def test_each_term_is_divided_by_its_own_count():
+    f = jax.jit(optax_accum.value_and_grad(near, **CUT))
     close(f(W, X), whole(near, W, X))
     value, grad = f(W, 0.4 * X)  # of one term nothing counts
     assert near(W, 0.4 * X)["kl"].count == 0

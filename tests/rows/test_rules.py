@@ -766,40 +766,42 @@ def test_a_value_without_entries_that_crosses_levels():
 
 
 @pytest.mark.sweep
-def test_levels_are_differentiated_again_where_it_is_asked_for():
+def test_levels_are_differentiated_again():
+    """Through a `jit`, too."""
+
     def loss(w, x):
         h = x * w[None]
         return jnp.mean(((h - h.mean(0, keepdims=True)) * h) ** 2)
 
     w, x = jnp.ones(3), jnp.linspace(-1, 1, 24).reshape(8, 3)
-    again = lambda **options: jax.hessian(jax.jit(lambda w: optax_accum.value_and_grad(loss, 4, **options)(w, x)[0]))(w)
-    with pytest.raises(ValueError, match="not differentiated again through jit.*in_place=False"):
-        again()
-    np.testing.assert_allclose(again(in_place=False), jax.hessian(loss)(w, x), rtol=1e-4, atol=1e-6)
+    value, grad = (lambda w, at=at: optax_accum.value_and_grad(loss, 4)(w, x)[at] for at in (0, 1))
+    ways = jax.hessian(value), jax.hessian(jax.jit(value)), jax.jacfwd(jax.jit(grad)), jax.jacrev(jax.jit(grad))
+    for way in ways:
+        np.testing.assert_allclose(way(w), jax.hessian(loss)(w, x), rtol=1e-4, atol=1e-6)
 
 
-def test_a_rule_that_closes_over_a_value_of_the_loss():
-    """The docstring of `value_and_grad` says so, and what to do."""
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_rule_that_closes_over_a_value_of_the_loss(kind):
+    """Inside jit; outside it is an error, as the docstring of `value_and_grad` says."""
     x = jnp.arange(12.0).reshape(6, 2)
 
-    def loss(w, x, passed):
+    def loss(w, x):
         scale = x.mean()
 
-        @jax.custom_jvp
-        def same(w, scale):
+        @{"jvp": jax.custom_jvp, "vjp": jax.custom_vjp}[kind]
+        def same(w):
             return w
 
-        @same.defjvp
-        def _(primals, tangents):
-            return primals[0], tangents[0] * (primals[1] if passed else scale)
+        if kind == "jvp":
+            same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * scale))
+        else:
+            same.defvjp(lambda w: (w, None), lambda _, cotangent: (cotangent * scale,))
+        return jnp.mean((x @ same(w)) ** 2)
 
-        return jnp.mean((x @ same(w, scale)) ** 2)
-
-    compute = lambda passed: jax.jit(optax_accum.value_and_grad(functools.partial(loss, passed=passed), 3))
+    compute, w = optax_accum.value_and_grad(loss, 3), jnp.ones(2)
+    np.testing.assert_allclose(jax.jit(compute)(w, x)[1], jax.grad(loss)(w, x), rtol=1e-5)
     with pytest.raises(jax.errors.UnexpectedTracerError):
-        compute(False)(jnp.ones(2), x)
-    whole = jax.value_and_grad(functools.partial(loss, passed=True))(jnp.ones(2), x)
-    np.testing.assert_allclose(compute(True)(jnp.ones(2), x)[1], whole[1], rtol=1e-5)
+        compute(w, x)
 
 
 # Rules that refuse operands which the loss does not move

@@ -1,7 +1,6 @@
 """On an Explicit mesh that arrays alone tell of, with no `jax.set_mesh`: gradients as with it, in place where JAX can."""
 
 import contextlib
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import optax_accum
 from tests import paths
 from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
-from tests.versions import JAX, needs_explicit_outputs, needs_references
+from tests.versions import JAX, needs_explicit_outputs
 
 W = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
 X = np.random.default_rng(1).normal(size=(8, 3)).astype("f")
@@ -158,16 +157,12 @@ def test_outputs_that_an_axis_of_the_model_shards(reduction, devices):
 
 
 @pytest.mark.sweep
-@needs_references
-def test_in_place_where_the_parameters_lie_on_the_mesh(caplog):
-    caplog.set_level(logging.INFO, "optax_accum")
-    jax.jit(within(plain)).lower(*placed())
-    assert "Gradients are added inside the backward pass." in caplog.text
-    run = jax.jit(within(plain, in_place=True))
-    with pytest.raises(TypeError, match="in_place=True is not possible where .* under `with jax.set_mesh"):
-        run.lower(*placed(scale_is_placed=False))
-    with jax.set_mesh(paths.mesh_of("Explicit")):  # the remedy
-        run.lower(*placed(scale_is_placed=False))
+def test_parameters_that_do_not_lie_on_a_mesh_that_is_set():
+    args = placed(scale_is_placed=False)
+    want = jax.jit(jax.grad(plain))(*args)
+    with jax.set_mesh(paths.mesh_of("Explicit")):
+        got = jax.jit(within(plain))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize("compiled", [jax.jit, *sweep([lambda run: run])])

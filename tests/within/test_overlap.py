@@ -212,7 +212,6 @@ def test_each_layer_is_reduced_once_inside_the_last_backward_pass():
     ("options", "needs"),
     [
         ({"devices": optax_accum.Devices("data", to="partial", overlap=True)}, 'not Devices.to="partial".'),
-        ({"in_place": False}, "gradients that are added inside"),
     ],
     ids=str,
 )
