@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_accum._core import arithmetic, compilers, evaluation
+from optax_accum._core import arithmetic, compilers, dtypes, evaluation
 
 Finish = Callable[[jax.Array], jax.Array | None]  # of a sum, or of a slice of it, to which nothing more is added
 
@@ -166,6 +166,10 @@ class _Plan:
                 self.terms.setdefault(atom, []).append(place)
             del self.terms[equation.outvars[0]]
             self.passed.add(id(equation))
+        elif name == "convert_element_type" and _only_widens(equation):
+            self.terms.setdefault(equation.invars[0], []).append(place)
+            del self.terms[equation.outvars[0]]
+            self.passed.add(id(equation))
         elif name in NESTED and NESTED[name].adds_inside(equation, at, is_measured, self.zeros):
             self.inside.add((id(equation), at))
 
@@ -175,6 +179,13 @@ def _makes_zeros(equation: Any) -> bool:
         return False
     atom = equation.invars[0]
     return isinstance(atom, core.Literal) and not np.any(atom.val)
+
+
+def _only_widens(equation: Any) -> bool:
+    """Whether an equation casts floats to a wider dtype, as adding them to a sum does."""
+    (atom,), result = equation.invars, equation.outvars[0].aval
+    floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in (atom.aval, result))
+    return isinstance(atom, core.Var) and floats and dtypes.holds(result.dtype, atom.aval.dtype)
 
 
 def _adds_alike(equation: Any) -> bool:

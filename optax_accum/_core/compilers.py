@@ -57,13 +57,27 @@ NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
 
 
 def zeroed(tree: Tree, first: jax.Array) -> Tree:
-    """Zeros where `first`, else the tree as it is; for references that take it: in place, once a window."""
+    """Zeros where `first`, else the tree as it is: in place, once a window."""
+    return _zeroed(tree, first) if jax.tree.leaves(tree) else tree
+
+
+@jax.custom_jvp
+def _zeroed(tree: Tree, first: jax.Array) -> Tree:
     iterations = first.astype(jnp.int32)
 
     def zeros(leaf: Any) -> Any:
         return on_mesh_of(leaf, jnp.zeros_like(leaf))
 
     return jax.lax.fori_loop(0, iterations, lambda _, tree: jax.tree.map(zeros, tree), tree)
+
+
+def _select_zeros(primals: tuple[Tree, jax.Array], tangents: tuple[Tree, Any]) -> tuple[Tree, Tree]:
+    """A loop of a length that only the device knows has no backward pass."""
+    first = primals[1]
+    return _zeroed(*primals), jax.tree.map(lambda leaf: jnp.where(first, jnp.zeros_like(leaf), leaf), tangents[0])
+
+
+_zeroed.defjvp(_select_zeros)
 
 
 def explicit_mesh(kind: Any) -> Any:

@@ -15,10 +15,23 @@ from optax_accum._rows.registry import known
 from optax_accum._rows.staging import staged
 
 FOLLOWS = frozenset(
-    """
-    add add_any broadcast_in_dim convert_element_type div dynamic_update_slice mul neg pad reduce_precision reduce_sum
-    reshape squeeze sub transpose
-    """.split()
+    [
+        "add",
+        "add_any",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "div",
+        "dynamic_update_slice",
+        "mul",
+        "neg",
+        "pad",
+        "reduce_precision",
+        "reduce_sum",
+        "reshape",
+        "squeeze",
+        "sub",
+        "transpose",
+    ]
 )
 _LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
 _AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}

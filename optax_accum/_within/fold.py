@@ -48,7 +48,6 @@ def folded(
     sampled: Sampled = NOTHING,
 ) -> tuple[list[jax.Array], Any]:
     """Runs `part(index, rows of xs)` for each micro-batch; returns its results, joined, and the samples."""
-
     if not tracing.is_staged():
         return _eagerly(part, xs, count, results, sampled)
     samples, sample = sampled

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes
@@ -134,7 +133,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     sampled, ending = NOTHING, None
     if rules.meter.measures:
         asked, sampled = _measured(rules, program, gradient, asked)
-    empty = _with_zeros(
+    empty = dtypes.gradients_like(
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
     ending = device.ending(empty, None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS)
@@ -149,7 +148,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
             part if value in store.sums else asked[value].finish(part)
             for part, value in zip(parts, gradient, strict=True)
         ]
-    grads = _with_zeros(params, parts)
+    grads = dtypes.gradients_like(params, parts)
     local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(_rows_of(program) / program.units.devices, dtypes.default_float())
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
@@ -202,14 +201,6 @@ def _measured(
         return program.device.vary(jnp.zeros([], dtypes.default_float()))
 
     return asked, (meter.samples(params, scalar), sample)
-
-
-def _with_zeros(params: Tree, grads: Sequence[Any]) -> Tree:
-    """The tree of gradients: those of integers are zeros of a type of their own."""
-    rest = iter(grads)
-    return jax.tree.map(
-        lambda leaf: next(rest) if is_inexact(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0), params
-    )
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
