@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._core import compilers
 from tests import programs
 
 LR, ROWS, SIZES = 0.1, 12, (2, 8, 2)  # few sizes: each is compiled
@@ -378,16 +377,12 @@ SHARDED = {
     "both, skip": functools.partial(sharded_both, nonfinite="skip"),
     "both, discard": functools.partial(sharded_both, nonfinite="discard"),
 }
-OVERLAPPING = (
-    {
-        "value_and_grad, overlapping": functools.partial(sharded_within, overlap=True),
-        "value_and_apply_gradients, overlapping": functools.partial(
-            sharded_micro_steps, every=None, of_devices={"overlap": True}
-        ),
-    }
-    if compilers.OVERLAPS
-    else {}
-)
+OVERLAPPING = {
+    "value_and_grad, overlapping": functools.partial(sharded_within, overlap=True),
+    "value_and_apply_gradients, overlapping": functools.partial(
+        sharded_micro_steps, every=None, of_devices={"overlap": True}
+    ),
+}
 SHARDS = {"table": P(None, "data"), "w": P("data"), "pos": P("data"), "unused": P("data"), "scale": P()}
 TO_SHARDS = {
     "value_and_grad": functools.partial(sharded_within, to=SHARDS),

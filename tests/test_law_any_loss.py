@@ -14,7 +14,7 @@ import optax_accum
 from benchmarks import _rare_losses, losses
 from tests import paths, programs
 from tests.tiers import sweep
-from tests.versions import JAX, needs_devices, needs_host
+from tests.versions import JAX, needs_devices
 
 MAKERS = {name: maker for makers in (losses.SOUND, _rare_losses.SOUND) for name, maker in makers.items()}
 for faults in (losses.FAULTS, _rare_losses.FAULTS):

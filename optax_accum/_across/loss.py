@@ -10,7 +10,7 @@ import jax
 from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
-from optax_accum._core import convolutions, tracing
+from optax_accum._core import convolutions, matching, tracing
 from optax_accum._core.leaves import is_inexact, parted, short
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
@@ -53,7 +53,6 @@ class Loss:
     returns: Returns
     group_size: int
     weight_fn: Callable[..., Any] | None
-    in_place: bool | None
     divisor: Divisor
     meter: Meter
     reads: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
@@ -79,7 +78,9 @@ class Loss:
         device.check_nested(traced)
         weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced))
         together = device.runs_together(traced)
-        how = None if acc is None or not tracing.is_staged() else self._adding(params, traced, weighing)
+        if acc is not None:
+            matching.check_sums(acc, params)
+        how = self._adding(params, traced) if acc is not None and tracing.is_staged() else None
         fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
         fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
@@ -132,7 +133,7 @@ class Loss:
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
 
-    def _adding(self, params: Tree, traced: Traced, weighing: ByWeight | ByCount) -> Adding:
+    def _adding(self, params: Tree, traced: Traced) -> Adding:
         """How the gradient is added to the accumulator inside the backward pass.
 
         The weight is a factor of the cotangent. It is multiplied in where gradients arise instead if it could change

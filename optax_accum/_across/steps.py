@@ -89,9 +89,9 @@ class Step:
     def weighed(self, space: Space, weight: Any, state: Tree) -> Any:
         return weight
 
-    def why_not_in_place(self, state: Tree) -> str | None:
-        """Why a backward pass cannot add to an accumulator; None if it can."""
-        return "it does not accumulate"
+    def adds_inside(self, state: Tree) -> bool:
+        """Whether a backward pass may add to an accumulator."""
+        return False
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """The parameters and the state after the micro-batch."""
@@ -157,10 +157,7 @@ class Step:
 
     def _acc(self, state: Tree) -> Tree | None:
         """The accumulator that a backward pass may add to; None if it may not."""
-        why_not = self.why_not_in_place(state)
-        if self.loss.in_place and why_not:
-            raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
-        if why_not or self.loss.in_place is False:
+        if not self.adds_inside(state):
             return None
         return accumulator.accumulator_of(state).on_device(state)
 
@@ -190,10 +187,8 @@ class AccumulatingStep(Step):
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:
         return weighed(self.rules, space, weight, state)
 
-    def why_not_in_place(self, state: AccumulationState) -> str | None:
-        if not self.rules.policy.unseen:
-            return f"a policy has to see the gradient before it is added (nonfinite={self.rules.policy.text})"
-        return accumulator.accumulator_of(state).why_not_in_place
+    def adds_inside(self, state: AccumulationState) -> bool:
+        return self.rules.policy.unseen and accumulator.accumulator_of(state).adds_inside
 
     def apply(
         self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree

@@ -38,13 +38,12 @@ class Sum:
         part = jnp.asarray(part)
         if self.square is not None:
             self.square = self.square + arithmetic.squared_norm(part, self.square.dtype, self.square.ndim)
-        part = self.scaled(part)
-        total, part = evaluation.varying_together([self.total, part])
-        self.total = total + part
+        total, part = evaluation.varying_together([self.total, self.scaled(part)])
+        self.total = (total + part).astype(total.dtype)
 
     def scaled(self, part: jax.Array) -> jax.Array:
-        """What is added, in the dtype of the sum."""
-        part = part.astype(self.total.dtype)
+        """What is added, in the dtype of the sum; a narrow sum adds in float32."""
+        part = part.astype(dtypes.wide(self.total.dtype) if dtypes.is_narrow(self.total.dtype) else self.total.dtype)
         return part if self.scale is None else jnp.where(self.scale == 0, 0, part * self.scale.astype(part.dtype))
 
     def finished(self) -> None:
@@ -209,7 +208,7 @@ class _Scatter:
         _, at, updates = values
         total, at, updates = evaluation.varying_together([one.total, at, one.scaled(updates)])
         options = {key: equation.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
-        one.total = jax.lax.scatter_add(total, at, updates, **options)
+        one.total = jax.lax.scatter_add(total, at, updates.astype(total.dtype), **options)
         return [None]
 
 

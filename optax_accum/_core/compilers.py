@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,16 @@ def explicit_sharding(leaf: Any) -> Any:
     return None if explicit_mesh(kind) is None else kind.sharding
 
 
+def cuttable_sharding(sharding: Any, axis: int, rows: int) -> Any:
+    """A sharding without that along an axis, if Explicit axes cannot cut so many rows evenly."""
+    spec = getattr(sharding, "spec", ())
+    entry = spec[axis] if axis < len(spec) else None
+    names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    if rows % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+
+
 def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
     sharding = explicit_sharding(kind)
     return leaf if sharding is None else jax.sharding.reshard(leaf, sharding)
@@ -156,15 +167,7 @@ def extremes(real: jax.Array) -> list[jax.Array]:
     return [jnp.max(real), jnp.min(real)]
 
 
-# References, for a gradient that is added where it arises
-
-
-def why_not_in_place() -> str | None:
-    """Why JAX cannot add a gradient inside the backward pass; None where it can."""
-    if versions.JAX < versions.REFERENCES:
-        needed = versions.text(versions.REFERENCES)
-        return f"needs JAX {needed} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
-    return None
+# References, which functions may have of their own
 
 
 def is_reference(leaf: Any) -> bool:
@@ -174,18 +177,6 @@ def is_reference(leaf: Any) -> bool:
 
 def makes_reference(equation: Any) -> bool:
     return any(type(var.aval).__name__ == "AbstractRef" for var in equation.outvars)
-
-
-ADDS_TO_SLICES = versions.JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
-ADDS_IN_CHECKPOINTS = versions.JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
-ADDS_IN_BRANCHES = versions.JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it
-# Whether a `custom_vjp` that writes to a reference may have other arguments before it.
-OVERLAPS = versions.JAX >= (0, 11, 0)
-
-
-def missing_for_overlap() -> str | None:
-    """The JAX that a backward pass needs to add gradients over devices; None where it is this one."""
-    return None if OVERLAPS else "JAX 0.11"
 
 
 # Equations of traced programs

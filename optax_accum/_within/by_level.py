@@ -72,7 +72,8 @@ class Store:
         if value not in self.values and value.axis is None:
             self.values[value] = self.parts[value][0]  # the same for each micro-batch
         if value not in self.values:
-            joined = self.units.joined(self.parts[value], axis_of(value))
+            parts = meshes.cuttable(self.parts[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
+            joined = self.units.joined(parts, axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
 
@@ -113,6 +114,10 @@ def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
         store.sums[result] = followed(equation, [_part_of_sum(value, equation, store) for value in equation.ins])
         return
     values = [store.whole(value) for value in equation.ins]
+    if _is_part_of_batch(equation, levels, store):
+        every = jnp.arange(store.units.number)
+        store.sums[equation.outs[0]] = partial.part_of(equation, store.units, values, every)
+        return
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
     elif store.device.is_alone:
@@ -157,6 +162,13 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
 def has_own_rows(value: Value) -> bool:
     """Whether each device has its own rows of a value; not where rows are along two axes."""
     return value.axis not in (None, COUPLED)
+
+
+def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
+    """Whether an equation is a sum over rows that the batch alone decides, of which each of several devices has a part."""
+    if store.device.is_alone or levels.moving or levels.kinds[equation] is not Kind.PARTIAL:
+        return False
+    return partial.reduction_of(equation).joins == "sum" and not equation.name.startswith("scatter")
 
 
 def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:

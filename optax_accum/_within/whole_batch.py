@@ -93,9 +93,8 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    if collectives := device.collectives(program.traced):
-        loss = trace_call(_called(fun), call, rules.sizes, call.params, over)
-        raise UnreadableError(loss, collectives, device, rules.returns)
+    if device.collectives(program.traced):  # the loss's own; or its gradient's, by what differs between devices
+        return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
     device.check_axes(program.traced.program.out_avals[:outputs])
