@@ -121,7 +121,7 @@ def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
     elif store.device.is_alone:
-        results = _in_step(equation, functools.partial(evaluation.bind, equation.single), store.device, values)
+        results = _in_step(equation, functools.partial(_as_it_is, equation), store.device, values)
     else:
         results = _over_devices(equation, levels.kinds[equation], store, values)
     store.values.update(zip(equation.outs, results, strict=True))
@@ -134,6 +134,13 @@ def _in_step(equation: Equation, run: Any, device: Device, values: list[Any]) ->
         return [value.axis is not None for value in equation.ins]
 
     return device.in_step(run, [equation.single], differ)(values)
+
+
+def _as_it_is(equation: Equation, values: list[Any]) -> Sequence[Any]:
+    """Evaluates an equation for all rows; programs inside it are traced again if, by their types, values differ more."""
+    if not evaluation.varying_more(values, [atom.aval for atom in equation.single.invars]):
+        return evaluation.bind(equation.single, values)
+    return resized.evaluate(equation.single, equation.single, resized.Some(equation.rows, equation.rows[0]), values)
 
 
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
@@ -151,9 +158,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
         values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
-    # Programs inside it are traced again: by their types, values differ between devices now.
-    as_it_is = equation.single, equation.single, resized.Some(equation.rows, equation.rows[0])
-    results = resized.evaluate(*as_it_is, values)
+    results = _as_it_is(equation, values)
     results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
     return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
