@@ -60,7 +60,7 @@ class Store:
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
     sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
     passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
-    asked: Mapping[Value, Result] = MappingProxyType({})  # what becomes of some sums
+    asked: Mapping[Value, Result] = dataclasses.field(default_factory=dict)  # what becomes of some sums
     sampled: Sampled = NOTHING  # what is measured of them
     samples: Any = ()
 
