@@ -277,7 +277,8 @@ class _Scan:
         finished: set[int] = set()
 
         def step(state: Any, x: Any) -> Any:
-            index, carry, totals, slices_of, squares = state
+            carry, totals, slices_of, squares = state
+            index, *x = x
             env = dict(zip(others, carry, strict=True))
             carry_in = [env.get(at) for at in range(carried)]
             inner: dict[int, Sum] = {}
@@ -295,22 +296,20 @@ class _Scan:
                 for at, total in zip(stacked, slices_of, strict=True)
             ]
             squares = [_put(square, index, inner[at].square) for at, square in zip(stacked, squares, strict=True)]
-            index = index - 1 if params["reverse"] else index + 1
             ys = [result for at, result in enumerate(results) if at >= carried and at not in sums]
             after = [results[at] for at in others]
-            return (index, after, [inner[at].total for at in running], slices_of, squares), ys
+            return (after, [inner[at].total for at in running], slices_of, squares), ys
 
-        begin = jnp.int32(length - 1 if params["reverse"] else 0)
         squares = [sums[at].square for at in stacked]
+        xs = [jnp.arange(length), *xs]
         state = (
-            begin,
             [start[at] for at in others],
             [sums[at].total for at in running],
             [sums[at].total for at in stacked],
             squares,
         )
         state = _settled(step, state, xs)
-        (_, carry, totals, slices_of, squares), ys = jax.lax.scan(
+        (carry, totals, slices_of, squares), ys = jax.lax.scan(
             step, state, xs, length=length, reverse=params["reverse"], unroll=params["unroll"]
         )
         for at, total in zip(running, totals, strict=True):
