@@ -276,9 +276,16 @@ class _Scan:
         others = [at for at in range(carried) if at not in running]
         finished: set[int] = set()
 
+        # Behind a counter that is carried, no compiler sends a slice while it computes the next; in one that is scanned
+        # over, XLA for GPUs keeps another slice.
+        is_scanned = any(sums[at].finish is not None and at in last for at in stacked)
+        along = jnp.arange(length) if is_scanned else None
+        one_on = -1 if params["reverse"] else 1
+
         def step(state: Any, x: Any) -> Any:
-            carry, totals, slices_of, squares = state
-            index, *x = x
+            counter, carry, totals, slices_of, squares = state
+            scanned, x = x
+            index = scanned if is_scanned else counter
             env = dict(zip(others, carry, strict=True))
             carry_in = [env.get(at) for at in range(carried)]
             inner: dict[int, Sum] = {}
@@ -298,19 +305,19 @@ class _Scan:
             squares = [_put(square, index, inner[at].square) for at, square in zip(stacked, squares, strict=True)]
             ys = [result for at, result in enumerate(results) if at >= carried and at not in sums]
             after = [results[at] for at in others]
-            return (after, [inner[at].total for at in running], slices_of, squares), ys
+            return (counter + one_on, after, [inner[at].total for at in running], slices_of, squares), ys
 
         squares = [sums[at].square for at in stacked]
-        xs = [jnp.arange(length), *xs]
         state = (
+            jnp.int32(length - 1 if params["reverse"] else 0),
             [start[at] for at in others],
             [sums[at].total for at in running],
             [sums[at].total for at in stacked],
             squares,
         )
-        state = _settled(step, state, xs)
-        (carry, totals, slices_of, squares), ys = jax.lax.scan(
-            step, state, xs, length=length, reverse=params["reverse"], unroll=params["unroll"]
+        state = _settled(step, state, (along, xs))
+        (_, carry, totals, slices_of, squares), ys = jax.lax.scan(
+            step, state, (along, xs), length=length, reverse=params["reverse"], unroll=params["unroll"]
         )
         for at, total in zip(running, totals, strict=True):
             sums[at].total = total
@@ -323,7 +330,7 @@ class _Scan:
 
 def _settled(step: Any, state: Any, xs: Any) -> Any:
     """The carry, varying along the axes along which it varies after an iteration."""
-    after, _ = jax.eval_shape(step, state, [x[0] for x in xs])
+    after, _ = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], xs))
     return jax.tree.map(lambda leaf, kind: evaluation.varying_as([leaf], [kind])[0], state, after)
 
 
