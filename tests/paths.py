@@ -212,14 +212,12 @@ PATHS = {
         micro_steps, jit=functools.partial(optax_accum.jit_step, donate_argnums=())
     ),
     "value_and_apply_gradients, eager": functools.partial(micro_steps, jit=lambda step: step),
-    "value_and_apply_gradients, not in place": functools.partial(micro_steps, in_place=False),
     "value_and_apply_gradients of a sum": micro_steps_of_a_sum,
     "value_and_apply_gradients in a chain": lambda *args: micro_steps(
         *args, tx=optax.chain(optax.identity(), optax_accum.accumulate_gradients(SGD, len(SIZES)))
     ),
     "value_and_grad": within,
     "value_and_grad, eager": functools.partial(within, jit=lambda grad: grad),
-    "value_and_grad, not in place": functools.partial(within, in_place=False),
     "value_and_grad, number": functools.partial(within, microbatch_size=None, num_microbatches=5),
     "both": within_and_across,
     "accumulate": accumulated,
@@ -372,7 +370,6 @@ SHARDED = {
     "value_and_grad": sharded_within,
     "accumulate": sharded_accumulated,
     "value_and_apply_gradients": sharded_micro_steps,
-    "value_and_apply_gradients, not in place": functools.partial(sharded_micro_steps, in_place=False),
     "both": sharded_both,
     "both, skip": functools.partial(sharded_both, nonfinite="skip"),
     "both, discard": functools.partial(sharded_both, nonfinite="discard"),
@@ -398,7 +395,6 @@ IN_BFLOAT16 = {  # and the micro-batches that are cut from the batch before devi
 MANUAL = {
     "value_and_grad": manual_within,
     "value_and_apply_gradients": manual_micro_steps,
-    "value_and_apply_gradients, not in place": functools.partial(manual_micro_steps, in_place=False),
     "defer_reduction": manual_gradients,
     "both": manual_both,
 }

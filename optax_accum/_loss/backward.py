@@ -78,8 +78,9 @@ class Backward:
         unweighted `|g|^2` of each, if these are measured, and the gradients without a total.
         """
         cotangent = self.cotangent if how.scales else self.cotangent * jnp.asarray(weight, self.cotangent.dtype)
-        scale = jnp.asarray(weight if how.scales else 1.0, dtypes.default_float()) * counts
-        scale = None if counts is True and not how.scales else scale
+        scale = jnp.asarray(weight if how.scales else 1.0, dtypes.default_float())
+        scale = scale if counts is True else jnp.where(counts, scale, 0)
+        scale = scale if how.scales or counts is not True else None
         program = jax.make_jaxpr(lambda cotangent: self.backward(cotangent)[0])(cotangent)
         zeros = how.squares or [None] * len(totals)
         finish = how.finish or [None] * len(totals)

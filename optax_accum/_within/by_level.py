@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -339,8 +339,7 @@ def evaluate_some(
         with faults.explained(equation):
             values = [_read(env, value) for value in equation.ins]
             if equation in known.bodies:
-                inside = _layers_of_rows if equation.name == "scan" else _branches_of_rows
-                results = inside(equation, known.bodies[equation], units, values, numbers)
+                results = _inside(equation)(equation, known.bodies[equation], units, values, numbers)
             elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
                 results = [partial.part_of(equation, units, values, numbers)]
             elif known.kinds[equation] is Kind.PARTIAL:
@@ -367,7 +366,7 @@ def _layers_of_rows(
         start[place] = start[place].astype(dtypes.wide(start[place].dtype))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _inside(body, units, [*fixed, *carry, *x], numbers)
+        outs = _of_body(body, units, [*fixed, *carry, *x], numbers)
         return outs[:carried], outs[carried:]
 
     if any(map(compilers.varying_axes, values)):
@@ -389,6 +388,39 @@ def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
     return resized.evaluate(equation.single, equation.double, some, values)
 
 
+def _inside(equation: Equation) -> Callable[..., Sequence[Any]]:
+    """How an equation is evaluated whose programs inside make rows and parts of sums."""
+    if equation.name == "cond":
+        return _branches_of_rows
+    return _layers_of_rows if equation.single.params["length"] == equation.double.params["length"] else _row_by_row
+
+
+def _row_by_row(
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+) -> Sequence[Any]:
+    """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
+    params = equation.single.params
+    consts, carried = compilers.sizes_of_scan(equation.single)
+    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
+    fixed, start, rows = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
+    some = resized.Some(equation.rows, equation.rows[0])
+    counts = units.counts(numbers, len(rows[0]))
+
+    def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
+        count, row = x
+        out = resized.run(params["jaxpr"], params["jaxpr"], some, [*fixed, *carry, *row])
+        after = out[:carried]
+        if units.fills:
+            after = [jnp.where(count, new, old) for new, old in zip(after, carry, strict=True)]
+        return after, out[carried:]
+
+    if any(map(compilers.varying_axes, values)):
+        after, _ = jax.eval_shape(step, start, jax.tree.map(lambda leaf: leaf[0], (counts, rows)))
+        start = [evaluation.varying_as([leaf], [kind])[0] for leaf, kind in zip(start, after, strict=True)]
+    carry, ys = jax.lax.scan(step, start, (counts, rows), reverse=params["reverse"], unroll=params["unroll"])
+    return [*carry, *ys]
+
+
 def _branches_of_rows(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
 ) -> Sequence[Any]:
@@ -398,7 +430,7 @@ def _branches_of_rows(
 
     def branch(body: Body) -> Any:
         def run(*operands: Any) -> list[Any]:
-            results = _inside(body, units, operands, numbers)
+            results = _of_body(body, units, operands, numbers)
             triples = zip(results, bodies.parts, types, strict=True)
             return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
 
@@ -421,7 +453,7 @@ def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
     return varied
 
 
-def _inside(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
+def _of_body(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
     env = dict(zip(body.program.inputs, values, strict=True))
     evaluate_some(body.program.equations, body, units, env, numbers)
     return [_read(env, value) for value in body.program.outputs]

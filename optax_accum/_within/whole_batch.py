@@ -176,7 +176,8 @@ def _measured(
     params, units, meter = program.call[program.call.params], program.units, rules.meter
     found = [sum_of(value, program.levels) for value in gradient]
     sums = [value for value in found if value is not None]
-    if not any(set(sums) <= loop.sums.keys() for loop in program.levels.loops):
+    loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
+    if not loops:
         meter.refuse(
             "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have "
             "no gradients of their own. Leave statistics out."
@@ -187,10 +188,12 @@ def _measured(
         if value is not None:
             asked[value] = dataclasses.replace(asked.get(value, asked[of]), square=square)
 
+    order = [value for loop in loops[:1] for value in loop.sums if value in sums]
+
     def sample(samples: Any, parts: list[Any], index: Any) -> Any:
         """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
-        rest = iter(parts)
-        each = [next(rest) if value is not None else square for value, square in zip(found, squares, strict=True)]
+        by_sum = dict(zip(order, parts, strict=True))
+        each = [by_sum.get(value, square) for value, square in zip(found, squares, strict=True)]
         weight = jnp.sum(units.of_part(index) < units.number) * units.block
         weight = weight.astype(dtypes.default_float())
         each = [square * (_rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
