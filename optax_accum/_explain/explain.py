@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from optax_accum._arguments import callables, checks
-from optax_accum._arguments.roles import Roles
+from optax_accum._arguments import checks
 from optax_accum._core.types import Name
 from optax_accum._explain.explanation import (
     CANNOT_BE_READ,
@@ -23,8 +22,10 @@ from optax_accum._rows.denominators import Found
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
-from optax_accum._within import splitting
+from optax_accum._space.device import Device
+from optax_accum._within.rules import CROSSING, CallRules, as_rules
 from optax_accum._within.traced_call import TracedCall
+from optax_accum._within.whole_batch import traced_gradient
 
 _OF_MODULES = (
     "Explain a function of its arrays: graph, params, rest = nnx.split(model, nnx.Param, ...), and explain("
@@ -40,6 +41,7 @@ def explain(
     argnums: Name | Sequence[Name] = 0,
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
+    recompute: float | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Explains how a loss is split into micro-batches, and what they weigh.
@@ -47,9 +49,9 @@ def explain(
         print(explain(loss, params, batch, num_microbatches=8))
 
     It traces the loss and runs nothing. It says at which lines the loss
-    takes rows together, how often each micro-batch runs, what is kept for
-    all rows in the meantime, and how much a micro-batch counts if you
-    accumulate across calls: what the loss divides by, or why no weight
+    takes rows together, how many loops go through the micro-batches, what
+    is kept for all rows between them, and how much a micro-batch counts if
+    you accumulate across calls: what the loss divides by, or why no weight
     gives the whole batch's gradient.
 
     Example:
@@ -84,13 +86,14 @@ def explain(
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees
         whose arrays have rows along their first axis.
-      crossing: as in `optax_accum.value_and_grad`.
+      recompute: as in `optax_accum.value_and_grad`: with more of it, less is
+        kept.
       **kwargs: the arguments of `fun` that come by keyword.
 
     Returns:
       An `Explanation`. Print it, or read its fields: `couplings`, `loops`,
-      `one_pass`, `kept_bytes`, `host_bytes`, `whole`, `weight`, `weights`,
-      `reduction`, `verdict`, `reasons`. It holds no arrays.
+      `one_pass`, `kept_bytes`, `whole`, `weight`, `weights`, `reduction`,
+      `verdict`, `reasons`. It holds no arrays.
 
     Raises:
       TypeError, ValueError: invalid arguments; a loss that is no real
@@ -100,6 +103,10 @@ def explain(
         pass in its place.
 
     Guarantees:
+      `loops`, `one_pass` and `kept_bytes` are those of the program that
+      `value_and_grad` runs: the loss and its gradient. For a loss without a
+      gradient, a `while_loop` say, they are those of the loss alone.
+
       `weight(batch)` is the denominator for the rows of `batch`, of any
       number of rows. That denominators add up over micro-batches is shown
       from the traced loss; what cannot be shown is a reason against a
@@ -134,19 +141,34 @@ def explain(
         clip): none, for a micro-batch's cotangents are larger.
       * A `Ratio`: none; it says itself what it counts.
     """
-    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums, of_whole_batch=True)
     checks.check_flag("has_aux", has_aux, may_be_none=False)
-    checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
     is_cut = (num_microbatches, microbatch_size) != (None, None)
-    sizes = splitting.as_sizes(num_microbatches if is_cut else 1, microbatch_size, 1)
+    rules = as_rules(
+        fun,
+        num_microbatches if is_cut else 1,
+        microbatch_size=microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        recompute=recompute,
+        of_whole_batch=True,
+    )
+    checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
+    _check_gone(rules, kwargs)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
     along = differs_along((args, list(kwargs.values())))
-    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux, along)
-    return subject.ask(lambda found: _explained(subject, found, is_cut))
+    subject = Subject(rules.fun, rules.roles, arguments, rules.sizes, has_aux, along)
+    return subject.ask(lambda found: _explained(rules, subject, found, is_cut))
 
 
-def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
+def _check_gone(rules: CallRules, kwargs: dict[str, Any]) -> None:
+    if "crossing" in kwargs and not rules.roles.signature.takes("crossing"):
+        raise TypeError(f"explain has no crossing=: crossing={kwargs['crossing']!r}. {CROSSING}")
+
+
+def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
     levels, units = found.levels, found.units
+    run = _run(rules, found)
     terms = terms_of(subject, found)
     weights, reasons, verdict = _weights(subject, found, terms)
     return Explanation(
@@ -154,16 +176,23 @@ def _explained(subject: Subject, found: TracedCall, is_cut: bool) -> Explanation
         num_microbatches=units.parts if is_cut else None,
         group=units.block,
         couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
-        loops=loops_of(levels),
-        one_pass=len(levels.loops) == 1,
-        kept_bytes=bytes_kept(levels),
-        host_bytes=bytes_on_host(levels),
+        loops=loops_of(run),
+        one_pass=loops_of(run) == 1,
+        kept_bytes=bytes_kept(run),
         weight=None if reasons else weight_fn(subject),
         weights=weights,
         reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
         verdict=verdict,
         reasons=reasons,
     )
+
+
+def _run(rules: CallRules, found: TracedCall) -> Levels:
+    """How the program runs that computes the loss and its gradient; of a loss without a gradient, the loss's own."""
+    try:
+        return traced_gradient(rules, found.call, Device()).levels
+    except Exception:  # of a rule of the user's, say: the loss itself has been traced
+        return found.levels
 
 
 def _weights(
@@ -224,11 +253,6 @@ def bytes_kept(levels: Levels) -> int:
     """The bytes that are kept for all rows between loops."""
     inside = sum(length * bytes_kept(inner) for inner, length in _inner(levels))
     return sum(map(bytes_of, kept_by(levels))) + inside
-
-
-def bytes_on_host(levels: Levels) -> int:
-    """The part of `bytes_kept` that is in the host's memory."""
-    return 0
 
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:

@@ -84,11 +84,11 @@ class Explanation:
         was not told.
       group: so many consecutive rows always stay in one micro-batch.
       couplings: where rows are taken together, by line.
-      loops: how many times the micro-batches are gone through.
-      one_pass: whether one forward and one backward pass of each
-        micro-batch are enough. If not, the forward pass runs twice.
+      loops: how many times the micro-batches are gone through, forward or
+        backward.
+      one_pass: whether one loop is enough: each micro-batch runs once,
+        forward and backward.
       kept_bytes: what is kept for all rows between the loops.
-      host_bytes: how many of these are in the memory of the host.
       weight: a `weight_fn` for accumulation across calls. It returns a
         number; a dict where the loss is a dict of terms; a list where the
         loss is a sum of terms with a denominator each. None where no weight
@@ -109,7 +109,6 @@ class Explanation:
     loops: int
     one_pass: bool
     kept_bytes: int
-    host_bytes: int
     weight: Callable[..., Any] | None
     weights: tuple[Weight, ...]
     reduction: str
@@ -145,15 +144,12 @@ class Explanation:
             return "No rows are taken together."
         if self.one_pass:
             return "Each runs once, forward and backward."
-        if self.loops < 2:
-            return "Each runs twice: forward, then once more with its backward pass."
-        return f"{self.loops} loops go through them, one after the other, and once more each in the backward pass."
+        return f"{counted(self.loops, 'loop')} go through them, one after the other."
 
     def _memory(self) -> str:
         if not self.kept_bytes:
             return "Nothing is kept for all rows."
-        on_host = f", {_bytes(self.host_bytes)} of them in the memory of the host" if self.host_bytes else ""
-        return f"Between loops {_bytes(self.kept_bytes)} are kept for all rows{on_host}."
+        return f"Between loops {_bytes(self.kept_bytes)} are kept for all rows."
 
     def _across(self) -> Iterator[str]:
         if self.weight is None:

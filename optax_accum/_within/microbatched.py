@@ -11,6 +11,10 @@ from optax_accum._within import by_level, splitting
 from optax_accum._within.traced_call import UndividedError, trace_call, warn_undivided
 
 
+@callables.renamed(
+    "num_microbatches",
+    crossing="Leave it out: its rows are saved. For less memory take value_and_grad, and recompute=.",
+)
 def microbatched(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
@@ -30,8 +34,9 @@ def microbatched(
     micro-batches; sums over rows are taken in parts there, and added;
     what else takes rows together runs once, on all rows.
 
-    `value_and_grad` does the same, and computes a gradient in one pass where
-    that is enough. Take `microbatched` to differentiate yourself.
+    `value_and_grad` takes the gradient apart in the same way, and needs
+    fewer loops and less memory. Take `microbatched` to differentiate
+    yourself.
 
     Args:
       fun: any function of a batch that `jax.jit` can trace, for any number
@@ -41,8 +46,6 @@ def microbatched(
         two.
       batch_argnums: the argument, or several, that hold the batch, by
         position or name: trees whose arrays have rows as their first axis.
-      crossing: what becomes of rows that cross from one loop to the next:
-        `"save"` or `"recompute"`, as in `value_and_grad`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does.
@@ -64,7 +67,7 @@ def microbatched(
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
       * A sum over rows that later rows need (BatchNorm) ends a loop; what
-        crosses to the next loop is kept for all rows, or recomputed.
+        crosses to the next loop is kept for all rows.
       * An operation that is not known runs on all rows: right, without
         saving memory. `explain` names it. So do lines that are another
         program for more rows; with mutable arrays, or where nothing of the

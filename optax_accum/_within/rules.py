@@ -17,6 +17,7 @@ from optax_accum._space.space import Space
 from optax_accum._within import gradients, reductions, splitting
 
 RECOMPUTED = 0.6  # of a forward pass, on an accelerator
+CROSSING = "Pass recompute=: how much of a forward pass may run once more for less memory, 0.6 say; 0 for none."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class CallRules:
     in_place: bool | None
     meter: Meter
     devices: Devices
-    recompute: float = 0.0
+    recompute: float | None = None
     # How micro-batches that count each by itself add up.
     weight_fn: Callable[..., Any] | None = None
     reads: Callable[[Call], Callable[..., Any] | None] | None = None  # `weight_fn`, off the loss of one device
@@ -46,6 +47,13 @@ class CallRules:
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes its result apart."""
         return self.returns.parts(call.apply(self.fun))
+
+    @property
+    def again(self) -> float:
+        """How much of a forward pass may run once more; by default none on a CPU, where it does not pay."""
+        if self.recompute is None:
+            return 0.0 if jax.default_backend() == "cpu" else RECOMPUTED
+        return self.recompute
 
     def space(self, params: Tree) -> Space:
         """Returns the devices, which can add up the gradients of these parameters."""
@@ -114,7 +122,7 @@ def as_rules(
         in_place=in_place,
         meter=meter,
         devices=over,
-        recompute=as_recompute(recompute),
+        recompute=_as_recompute(recompute),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         reads=reads,
         aux_reduction=aux_reduction,
@@ -122,10 +130,9 @@ def as_rules(
     )
 
 
-def as_recompute(share: Any) -> float:
-    """Checks the option `recompute`; by default none on a CPU, where it does not pay."""
+def _as_recompute(share: Any) -> float | None:
     if share is None:
-        return 0.0 if jax.default_backend() == "cpu" else RECOMPUTED
+        return None
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < float("inf"):
         raise ValueError(
             f"recompute must be a number >= 0, a share of a forward pass: recompute={share!r}. Pass 0.6 to run up to "

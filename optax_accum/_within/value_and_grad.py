@@ -16,7 +16,7 @@ from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.one_by_one import added_up
-from optax_accum._within.rules import CallRules, as_rules
+from optax_accum._within.rules import CROSSING, CallRules, as_rules
 from optax_accum._within.separate import UnreadableError
 
 _BY_ITSELF = (
@@ -31,6 +31,8 @@ _GONE = ("whole_argnums", "group_size", "weight_fn", "weight_of", "rng_argnum", 
     stacked="Give fun the batch as rows: jax.vmap over the first axis, and a mean.",
     aux_reduction="Leave it out: aux is what fun returns for the whole batch.",
     unroll="Leave it out: convolutions are fast in loops.",
+    in_place="Leave it out: sums are added in place, and the result may be differentiated again.",
+    crossing=CROSSING,
     **dict.fromkeys(_GONE, _BY_ITSELF),
 )
 def value_and_grad(
@@ -42,7 +44,6 @@ def value_and_grad(
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
     accumulator_dtype: Any = None,
-    in_place: bool | None = None,
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
     recompute: float | None = None,
@@ -56,11 +57,13 @@ def value_and_grad(
     batch tells how its rows belong together, so any loss is exact, and
     nothing is declared: masks, several terms, BatchNorm, contrastive losses,
     dropout (`microbatched` says how, and what it guarantees). With
-    `devices` the rows of all devices are one batch. Where the loss is
-    linear in sums over rows, as a masked mean is, it is run once; inside
-    `jit` each gradient is added inside the backward pass, and no second
-    tree of gradients is stored. If k divides the rows, row r is in
-    micro-batch `r mod k`, so the rows of a sharded batch need not move.
+    `devices` the rows of all devices are one batch. The gradient is traced,
+    too: a parameter's is a sum over rows, and inside `jit` each micro-batch's
+    part is added to it where it arises, so no second tree of gradients is
+    stored. Where the loss is linear in sums over rows, as a masked mean is,
+    each micro-batch runs once, forward and backward. If k divides the rows,
+    row r is in micro-batch `r mod k`, so the rows of a sharded batch need
+    not move.
 
     Micro-batches that count each by itself (ghost BatchNorm) are another
     mean: `jax.value_and_grad(optax_accum.accumulate(loss, k))`. A loss that
@@ -108,23 +111,16 @@ def value_and_grad(
       accumulator_dtype: the dtype to add in, and to return, or a pytree
         prefix of dtypes. By default, and where it is None, sums are in at
         least float32, and gradients come back in the parameters' dtypes.
-      in_place: whether to add inside the backward pass: by default wherever
-        JAX can. Pass False if you differentiate twice through a `jit` (a
-        Hessian). `logging.getLogger("optax_accum")` tells, at level INFO,
-        which parameters' gradients are added there, and why others are not.
       devices: the mesh axes over which the batch is sharded, for one
         reduction per call, or `Devices`; see `optax_accum.sharding`.
-      crossing: what becomes of rows that cross from one loop over
-        micro-batches to the next, as the activations before each BatchNorm
-        do: `"save"` keeps them; `"recompute"` makes them again for each later
-        loop, in more time; `"offload"` keeps them in the host's memory. What
-        a scan over layers carries, and what an operation takes for all rows
-        at once, stays on the device in any case. Where nothing can be
-        offloaded rows are saved: outside `jit`, inside a scan over layers,
-        with `in_place=False`, with a `while` in the loss, and where the
-        gradient is differentiated again. `jax.vmap` of it raises.
       statistics: whether to measure gradients; the function then returns
         `((value, statistics), gradient)`. See `optax_accum.statistics`.
+      recompute: how much of a forward pass may run once more, as a share of
+        it by the bytes that it moves, so that fewer rows are kept for the
+        backward loops, as the activations before each BatchNorm are: 0.6,
+        say; 0 for none; more than 1 where layers may run several times.
+        None takes 0.6 on an accelerator, and 0 on a CPU. It changes nothing
+        where one loop is enough, and nothing inside a scan over layers.
 
     Returns:
       A function of the arguments of `fun`, which returns what
@@ -144,11 +140,12 @@ def value_and_grad(
         each leaf that depends on that, or that nothing joins.
       * An argument that differs between devices, as its type tells, and is
         used after a sum over rows: an error.
-      * A loss that comes together in its end, and is not linear there (a
-        variance, a balance term): a forward pass for the cotangents comes
-        first. One that takes rows together earlier (BatchNorm) keeps what
-        crosses for all rows, unless `crossing` says otherwise, and has no
-        `statistics`. `explain` shows both, with what `"save"` keeps.
+      * A loss that takes rows together (BatchNorm), or is not linear in its
+        sums over rows (a variance, a balance term): several loops, forward,
+        then backward. What one loop makes of all rows, and a later one
+        takes, is kept for all rows, or made again. A backward loop runs
+        its forward loop once more in any case. `statistics` need all
+        gradients in one loop. `explain` shows loops and bytes.
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
       * Rows that k does not divide: the last micro-batches are filled up
@@ -168,21 +165,17 @@ def value_and_grad(
       * `Devices(to="partial")`: each device has a batch of its own.
       * A loss below 32 bits: return `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
-        gradients are added inside the backward pass, in float32.
-      * A `jax.custom_vjp` in `fun` that takes rows one by one runs in
-        micro-batches; any other on all rows, so that a clip of a
-        parameter's gradient clips the whole of it.
-      * A derivative rule inside `fun` that closes over a value which `fun`
-        computes: an error of JAX. Pass the value to the function as an
-        argument.
+        gradients are added in float32.
+      * A `jax.custom_vjp` in `fun`: its rule is read as all else is. A clip
+        of a parameter's gradient clips the whole of it. Inside `jit` the
+        rule may close over a value that `fun` computes; outside that is an
+        error of JAX.
       * A parameter that is used twice: the parts of its gradient are added
         one by one; the sum is the same to rounding.
-      * Differentiated again (`hessian`); JAX before 0.8.1; an
-        `accumulator_dtype` narrower than the parameters: gradients are
-        added after the backward pass. The second derivatives by bfloat16
-        arrays are added in bfloat16: take them by float32 ones.
-      * Differentiated again through a `jit` or `jax.checkpoint`: an error;
-        pass `in_place=False`.
+      * Differentiated again (`hessian`), also through a `jit` or
+        `jax.checkpoint`; `jax.vmap`: the same numbers. The second
+        derivatives by bfloat16 arrays are added in bfloat16: take them by
+        float32 ones.
 
       Known when running:
 
@@ -192,13 +185,14 @@ def value_and_grad(
       * Called outside `jit`: the micro-batches run one after the other.
         `fun` is traced all the same; if it looks at values, which no trace
         has, all rows run at once, with a warning that names the line.
-        Gradients are added after the backward pass. Nothing is compiled, but
-        with `devices`, where every call is: use `jit`.
+        Gradients are added after the backward pass, and nothing is made
+        again. Nothing is compiled, but with `devices`, where every call is:
+        use `jit`.
 
     References:
-      Adding inside the backward pass uses JAX's mutable arrays
-      (`jax.new_ref`, `jax.vjp(...).with_refs`). The interleaved cut is also
-      that of `optax.microbatch`.
+      Which rows are kept is a minimum cut by bytes, as in PyTorch's
+      `min_cut_rematerialization_partition`. The interleaved cut is also that
+      of `optax.microbatch`.
     """
     rules = as_rules(
         fun,
@@ -208,7 +202,6 @@ def value_and_grad(
         has_aux=has_aux,
         batch_argnums=batch_argnums,
         accumulator_dtype=accumulator_dtype,
-        in_place=in_place,
         devices=devices,
         statistics=statistics,
         recompute=recompute,

@@ -33,6 +33,7 @@ from optax_accum._within.traced_call import (
     warn_undivided,
 )
 
+_ADDED_IN_PLACE = "gradients that are added in place, as those that are differentiated again are not"
 _SUM_OVER_ROWS = (
     "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
     "is added in the end. Give the term to the optimizer"
@@ -73,20 +74,9 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         return _at_once(rules, device, call, fun)
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
-        if again:
+        if again and not rules.meter.measures:
             return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
-        gradient = functools.partial(_gradient, rules, fun)
-        program = trace_call(
-            gradient,
-            call,
-            rules.sizes,
-            call.params,
-            over,
-            moves=False,
-            joins_all=rules.meter.measures or device.endings.missing is None,
-            outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
-            again=rules.recompute,
-        )
+        program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
     except UndividedError as error:
         if not may_run_at_once:
             error.add_note("Over devices, and with statistics, micro-batches cannot run at once. Change that line.")
@@ -101,6 +91,22 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     if device.one_batch:
         check_alike(program, device, call, outputs)
     return _of_gradient(rules, device, program)
+
+
+def traced_gradient(rules: CallRules, call: Call, device: Device, *, joins_all: bool = False) -> TracedCall:
+    """The program that computes the value and the gradient of the whole batch; see `trace_call` and `levels_of`."""
+    gradient = functools.partial(_gradient, rules, _of_one_number(rules))
+    return trace_call(
+        gradient,
+        call,
+        rules.sizes,
+        call.params,
+        device,
+        moves=False,
+        joins_all=joins_all,
+        outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
+        again=rules.again,
+    )
 
 
 def _called(fun: Callable[..., Any]) -> Callable[[Call], Any]:
@@ -174,6 +180,8 @@ def _measured(
 ) -> tuple[dict[Value, Result], Sampled]:
     """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
     params, units, meter = program.call[program.call.params], program.units, rules.meter
+    if units.devices * units.parts == 1:
+        meter.warn_of_one_sample()
     found = [sum_of(value, program.levels) for value in gradient]
     sums = [value for value in found if value is not None]
     loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
@@ -249,7 +257,7 @@ def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall)
     device.check_axes(loss.traced.program.out_avals)
     if device.one_batch:
         check_alike(loss, device, call)
-    rules.meter.refuse("no statistics yet")
+    device.ending(call[call.params], _ADDED_IN_PLACE)
     names = tuple(call.arguments)
 
     def compute(call: Call) -> Any:

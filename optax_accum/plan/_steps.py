@@ -65,7 +65,7 @@ def of_loss(
         their shapes.
       **options: those of `value_and_grad`, but for the number and the size
         of micro-batches and `argnums`: `batch_argnums`, `has_aux`,
-        `accumulator_dtype`, `in_place`, `devices`, `crossing`.
+        `accumulator_dtype`, `devices`, `recompute`.
 
     Returns:
       A builder. Its step donates parameters and state; on several devices
@@ -110,10 +110,9 @@ def of_loss(
             return jitted.lower(of_params, state, *others)
 
     def kept() -> int | None:
-        how = {name: options[name] for name in ("has_aux", "batch_argnums", "crossing") if name in options}
+        how = {name: options[name] for name in ("has_aux", "batch_argnums", "recompute") if name in options}
         try:
-            found = optax_accum.explain(loss, params, *args, **how)
-            return found.kept_bytes - found.host_bytes
+            return optax_accum.explain(loss, params, *args, **how).kept_bytes
         except (TypeError, ValueError):  # a loss that cannot be read
             return None
 
