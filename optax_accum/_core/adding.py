@@ -108,7 +108,7 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
 def _together_first(
     jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[Any, int], places: Sequence[int]
 ) -> list[Any]:
-    """Adds the terms of some results up before they are added to their sums: the square of a sum is no sum of squares."""
+    """Adds up the terms of some results before their sums: the square of a sum is no sum of squares."""
     fresh = {place: Sum(jnp.zeros_like(sums[place].total)) for place in places}
     results = _run(jaxpr, values, sums | fresh, begun)
     for place, one in fresh.items():
@@ -117,8 +117,8 @@ def _together_first(
     return results
 
 
-# Results that are added inside an equation: its operands, the sums by the places of its results, and the places of those
-# to which nothing more is added.
+# Results that are added inside an equation: its operands, the sums by the places of its results, and the places of
+# those to which nothing more is added.
 
 
 def _scattered(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
@@ -152,8 +152,8 @@ def _of_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last:
     others = [at for at in range(carried) if at not in running]
     for at in running:
         sums[at].add(start[at])
-    # Where slices are finished, a counter that is scanned over lets XLA send one while it computes the next; elsewhere it
-    # keeps one slice more than with a counter that is carried.
+    # Where slices are finished, a counter that is scanned over lets XLA send one while it computes the next; elsewhere
+    # it keeps one slice more than with a counter that is carried.
     is_scanned = any(sums[at].finish is not None and at in last for at in stacked)
     along = jnp.arange(params["length"]) if is_scanned else None
     first, step_by = (params["length"] - 1, -1) if params["reverse"] else (0, 1)

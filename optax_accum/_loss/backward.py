@@ -71,7 +71,7 @@ class Backward:
 
     def add_to(
         self, totals: Sequence[Any], how: Adding = Adding(), weight: Weight = 1.0, counts: Flag = True
-    ) -> tuple[list[Any], list[jax.Array], list[Any]]:
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         """Adds `weight` times the gradient to totals, where each part of it arises: one for each inexact parameter.
 
         Where a total is None the gradient is returned. If it does not count, zeros are added. Returns the totals, the

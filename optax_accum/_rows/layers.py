@@ -112,7 +112,7 @@ def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
 
 
 def _read(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
-    """Where the equations of a program run, which values are parts of sums, which are zeros; None if it takes all rows."""
+    """A body, its values that are parts of sums, and those that are zeros; None if it takes all rows."""
     parts, zeros = set(begun), Zeros()
     kinds: dict[Equation, Kind] = {}
     bodies: dict[Equation, Bodies] = {}
@@ -154,7 +154,7 @@ def adds_up(equation: Equation, zeros: Zeros) -> bool:
 
 
 def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
-    """Whether an equation is linear in the parts of sums that it takes, and takes no rows: its result is a part, too."""
+    """Whether an equation without rows is linear in the parts of sums that it takes: its result is a part, too."""
     view = equation.view
     if equation.differs or view.has_rows or view.makes_rows or not view.has_same_sizes:
         return False

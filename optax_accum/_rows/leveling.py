@@ -159,7 +159,7 @@ class Division:
         return Kind.LOCAL if self._is_narrow(equation) or self._is_layout(equation) else Kind.FREE
 
     def _joins(self, equation: Equation) -> bool:
-        """Whether an equation that follows a sum linearly is done to its parts: a transpose, say, or a sum of two sums."""
+        """Whether an equation that follows sums linearly is done to their parts: a transpose, or a sum of two."""
         if equation.name not in FOLLOWS or not self._follows(equation):
             return False
         if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
@@ -204,7 +204,7 @@ class Division:
         return not (self._shares_ties(equation) or self._adds_to_made(equation))
 
     def _is_layout(self, equation: Equation) -> bool:
-        """Whether an equation writes parameters in another order, which products in loops read as they are, or a number."""
+        """Whether an equation only writes parameters in another order, or a number: loops do it where they need it."""
         if equation.name == "broadcast_in_dim" and all(isinstance(value, Number) for value in equation.ins):
             return True  # zeros, for a sum to begin with
         of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)

@@ -21,10 +21,11 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
-from optax_accum._within.by_level import axis_of, sum_of
-from optax_accum._within.fold import NOTHING, Result, Sampled
+from optax_accum._within.fold import NOTHING, Result
+from optax_accum._within.measured import measured, rows_of, sum_of
 from optax_accum._within.rules import CallRules
 from optax_accum._within.separate import UnreadableError
+from optax_accum._within.store import axis_of, has_own_rows
 from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
@@ -137,7 +138,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     asked = {value: Result("sum", kind) for value, kind in zip(gradient, kinds, strict=True)}
     sampled, ending = NOTHING, None
     if rules.meter.measures:
-        asked, sampled = _measured(rules, program, gradient, asked)
+        asked, sampled = measured(rules.meter, program, gradient, asked)
     empty = dtypes.gradients_like(
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
@@ -155,7 +156,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
         ]
     grads = dtypes.gradients_like(params, parts)
     local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
-    weight = jnp.asarray(_rows_of(program) / program.units.devices, dtypes.default_float())
+    weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
 
 
@@ -167,50 +168,6 @@ def _is_of_one_loop(program: TracedCall, gradient: Sequence[Value]) -> bool:
     """Whether each gradient that depends on rows is a sum of one loop, the same for all."""
     found = {value for value in gradient if sum_of(value, program.levels) is not None}
     return any(found <= loop.sums.keys() for loop in program.levels.loops)
-
-
-def _rows_of(program: TracedCall) -> int:
-    """The rows of all devices."""
-    units = program.units
-    return units.number * units.block * units.devices
-
-
-def _measured(
-    rules: CallRules, program: TracedCall, gradient: Sequence[Value], asked: dict[Value, Result]
-) -> tuple[dict[Value, Result], Sampled]:
-    """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
-    params, units, meter = program.call[program.call.params], program.units, rules.meter
-    if units.devices * units.parts == 1:
-        meter.warn_of_one_sample()
-    found = [sum_of(value, program.levels) for value in gradient]
-    sums = [value for value in found if value is not None]
-    loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
-    if not loops:
-        meter.refuse(
-            "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have "
-            "no gradients of their own. Leave statistics out."
-        )
-    squares = meter.no_squares(params)
-    asked = dict(asked)
-    for value, square, of in zip(found, squares, gradient, strict=True):
-        if value is not None:
-            asked[value] = dataclasses.replace(asked.get(value, asked[of]), square=square)
-
-    order = [value for loop in loops[:1] for value in loop.sums if value in sums]
-
-    def sample(samples: Any, parts: list[Any], index: Any) -> Any:
-        """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
-        by_sum = dict(zip(order, parts, strict=True))
-        each = [by_sum.get(value, square) for value, square in zip(found, squares, strict=True)]
-        weight = jnp.sum(units.of_part(index) < units.number) * units.block
-        weight = weight.astype(dtypes.default_float())
-        each = [square * (_rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
-        return meter.sample(samples, meter.by_group(_at_leaves(params, each)), weight, False)
-
-    def scalar() -> jax.Array:
-        return program.device.vary(jnp.zeros([], dtypes.default_float()))
-
-    return asked, (meter.samples(params, scalar), sample)
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
@@ -286,11 +243,6 @@ def _widened(grad: Any, named: Any) -> Any:
     return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
 
 
-def _at_leaves(params: Tree, leaves: Sequence[Any]) -> Tree:
-    """Replaces each parameter that has a gradient by its entry of `leaves`."""
-    return parted(params, is_inexact)[1](leaves)
-
-
 def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
     """Splits outputs: one device's own, and the ones that all have alike; None stands for the others."""
     leaves, treedef = jax.tree.flatten(outputs)
@@ -300,7 +252,7 @@ def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree
     mine: list[Any] = [None] * len(leaves)
     same: list[Any] = [None] * len(leaves)
     for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
-        if by_level.has_own_rows(value):
+        if has_own_rows(value):
             mine[place] = Along(jnp.moveaxis(leaf, axis_of(value), 0), axis_of(value))
         elif device.one_batch:
             same[place] = device.same(leaf)
