@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from optax_accum._core.versions import DEVICES, HOST, REFERENCES
+from optax_accum._core.versions import DEVICES, HOST
 
 
 class Quirk(NamedTuple):
@@ -37,41 +37,6 @@ QUIRKS = (
         "the library takes the largest and the smallest number",
         'JAX 0.10.0: 1 P of temporary memory for "skip", instead of 0 P',
         until=(0, 10, 2),
-    ),
-    Quirk(
-        "why_not_in_place",
-        "`jax.vjp(...).with_refs` does not exist",
-        "gradients are added after the backward pass",
-        'the table "By version of JAX"',
-        until=REFERENCES,
-    ),
-    Quirk(
-        "ADDS_IN_CHECKPOINTS",
-        "A backward pass cannot add to a reference inside `jax.checkpoint`",
-        "the gradient is added after the checkpoint, still inside the loop over layers",
-        "JAX 0.9.2: a NotImplementedError",
-        until=(0, 10, 0),
-    ),
-    Quirk(
-        "ADDS_TO_SLICES",
-        "A backward pass cannot add to a slice of a reference",
-        "the gradients of all slices are put together first, and added once",
-        "JAX 0.10.0: a NotImplementedError",
-        until=(0, 11, 0),
-    ),
-    Quirk(
-        "ADDS_IN_BRANCHES",
-        "With references (`jax.new_ref`), JAX 0.11 differentiates some loops wrongly, so none is used in branches",
-        "a gradient is added where the branches of `cond` or `switch` end, as a whole",
-        "CPU, a `switch` over 8 layers: 0.10 instead of 0.60 P of temporary memory; JAX 0.11.2 would gain as much",
-        until=(0, 12, 0),
-    ),
-    Quirk(
-        "OVERLAPS",
-        "A `custom_vjp` that takes a reference mixes up the gradients of its other arguments",
-        "devices all-reduce gradients after the backward pass",
-        "JAX 0.10.0: Expected cotangent type float32[], but got float32[16]",
-        until=(0, 11, 0),
     ),
     Quirk(
         "sizes_of_scan",

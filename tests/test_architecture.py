@@ -284,7 +284,7 @@ def test_the_questions_are_found():
     assert "rules.devices" in branches("if rules.devices:\n    pass")
 
 
-OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "REFERENCES", "HOST"}  # names of `_core.versions`
+OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "HOST"}  # names of `_core.versions`
 
 
 def asks_for_a_version(source):

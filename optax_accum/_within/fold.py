@@ -53,7 +53,8 @@ def folded(
     samples, sample = sampled
     program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
-    for place, (kind, result) in enumerate(zip(program.out_avals, results, strict=True)):
+    kinds: list[Any] = list(program.out_avals)
+    for place, (kind, result) in enumerate(zip(kinds, results, strict=True)):
         if result.joins is not None:
             leaf = meshes.filled([], kind, partial.NOTHING[result.joins](kind.dtype), result.dtype)
         else:

@@ -22,9 +22,9 @@ def sum_of(value: Value, levels: Levels) -> Value | None:
     sums = {each for loop in levels.loops for each in loop.sums}
     while value not in sums:
         equation = made.get(value)
-        taken = [] if equation is None else [each for each in equation.ins if _takes(each, made, sums)]
-        if len(taken) != 1 or len(equation.outs) != 1:
-            return None if not taken else value
+        taken = [each for each in equation.ins if _takes(each, made, sums)] if equation else []
+        if equation is None or len(taken) != 1 or len(equation.outs) != 1:
+            return value if taken else None
         (value,) = taken
     return value
 
@@ -74,7 +74,8 @@ def measured(
     def sample(samples: Any, parts: list[Any], index: Any) -> Any:
         """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
         by_sum = dict(zip(order, parts, strict=True))
-        each = [by_sum.get(value, square) for value, square in zip(found, squares, strict=True)]
+        pairs = zip(found, squares, strict=True)
+        each = [square if value is None else by_sum[value] for value, square in pairs]
         weight = jnp.sum(units.of_part(index) < units.number) * units.block
         weight = weight.astype(dtypes.default_float())
         each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]

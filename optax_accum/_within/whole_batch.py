@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes
+from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
@@ -143,17 +144,17 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
     ending = device.ending(empty, None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS)
+    ends: dict[Value, Finish] = {}
     if ending is not None:
         finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
-        asked = {v: dataclasses.replace(one, finish=end) for (v, one), end in zip(asked.items(), finish, strict=True)}
+        ends = dict(zip(gradient, finish, strict=True))
+        asked |= {value: dataclasses.replace(asked[value], finish=end) for value, end in ends.items()}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
     parts = [store.part(value).astype(asked[value].dtype) for value in gradient]
     if ending is not None:  # what takes no rows has no loop to be finished in
-        parts = [
-            part if value in store.sums else asked[value].finish(part)
-            for part, value in zip(parts, gradient, strict=True)
-        ]
+        pairs = zip(parts, gradient, strict=True)
+        parts = [part if value in store.sums else ends[value](part) for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
     local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
