@@ -180,7 +180,7 @@ def _of_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last:
 
     totals, squares = {at: one.total for at, one in sums.items()}, {at: sums[at].square for at in stacked}
     state = jnp.int32(first), [start[at] for at in others], totals, squares
-    state = _settled(step, state, (along, xs))
+    state = evaluation.settled(step, state, (along, xs), fixed)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     (_, carry, totals, squares), ys = jax.lax.scan(step, state, (along, xs), **options)
     for at, one in sums.items():
@@ -188,12 +188,6 @@ def _of_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last:
     found = dict(zip(others, carry, strict=True))
     found |= dict(zip([at for at in range(carried, len(equation.outvars)) if at not in sums], ys, strict=True))
     return [found.get(at) for at in range(len(equation.outvars))]
-
-
-def _settled(step: Any, state: Any, xs: Any) -> Any:
-    """The carry, varying along the axes along which it varies after an iteration."""
-    after, _ = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], xs))
-    return jax.tree.map(lambda leaf, kind: evaluation.varying_as([leaf], [kind])[0], state, after)
 
 
 def _at(leaf: Any, index: Any, ndim: int = 0) -> Any:

@@ -95,12 +95,12 @@ def explicit_sharding(leaf: Any) -> Any:
 
 def cuttable_sharding(sharding: Any, axis: int, rows: int) -> Any:
     """A sharding without that along an axis, if Explicit axes cannot cut so many rows evenly."""
-    spec = getattr(sharding, "spec", ())
+    spec: Any = getattr(sharding, "spec", ())
     entry = spec[axis] if axis < len(spec) else None
     names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
     if rows % math.prod(sharding.mesh.shape[name] for name in names) == 0:
         return sharding
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+    return type(sharding)(sharding.mesh, type(spec)(*spec[:axis], None, *spec[axis + 1 :]))
 
 
 def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
@@ -152,12 +152,6 @@ def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
 
 
 _ready_together.defjvp(_moves_together, symbolic_zeros=True)
-
-
-def is_sharded(leaf: Any) -> bool:
-    """Whether the type of an array tells that it is sharded, as on Explicit axes."""
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    return any(getattr(sharding, "spec", ()))
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:

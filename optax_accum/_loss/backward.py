@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import adding, arithmetic, compilers, dtypes, flags, tracing
+from optax_accum._core import adding, arithmetic, compilers, dtypes, flags
 from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag, Index, Tree, Weight
@@ -112,7 +112,7 @@ def add_to(
     Where devices run `together`, it is run, and adds zeros. Without `how` the gradient is written before it is added.
     `vary` is `device.vary`.
     """
-    start = begun(acc, first) if how else acc
+    start = compilers.zeroed(acc, first) if how else acc
 
     def added(counts: Flag = True) -> tuple[Tree, list[jax.Array], Any]:
         backward, returned = run()
@@ -125,7 +125,9 @@ def add_to(
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
         returned = arithmetic.zeros_of(jax.eval_shape(rest))
-        return start if how else begun(acc, first), vary(list(how.squares) if how else []), vary(returned)
+        if how:
+            return start, vary(list(how.squares)), vary(returned)
+        return jax.tree.map(lambda sum_: jnp.where(first, jnp.zeros_like(sum_), sum_), acc), [], vary(returned)
 
     counts = flags.known(weight != 0)
     if isinstance(counts, bool):
@@ -136,13 +138,6 @@ def add_to(
             (total, *_where(counts, others)) if how else (flags.selected(counts, total, acc), *_where(counts, others))
         )
     return compilers.branch(counts, added, unrun)
-
-
-def begun(acc: Tree, first: jax.Array) -> Tree:
-    """Zeros where a window begins, else the sum so far: inside `jit` in place."""
-    if tracing.is_staged():
-        return compilers.zeroed(acc, first)
-    return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)
 
 
 def add_last(
@@ -162,7 +157,7 @@ def add_last(
     backward, returned = run()
     actual = returned[-1] if weight is None else weight
     counts = flags.known(actual != 0)
-    backward.cotangent, ready = compilers.ready_together(backward.cotangent, begun(acc, first))
+    backward.cotangent, ready = compilers.ready_together(backward.cotangent, compilers.zeroed(acc, first))
     leaves, treedef = jax.tree.flatten(ready)
     totals, squares, _ = backward.add_to(leaves, how, actual, counts)
     squares = _where(counts, squares)

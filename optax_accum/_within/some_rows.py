@@ -55,9 +55,7 @@ def _layers_of_rows(
         outs = _of_body(body, units, [*fixed, *carry, *x], numbers)
         return outs[:carried], outs[carried:]
 
-    if any(map(compilers.varying_axes, values)):
-        after, _ = jax.eval_shape(step, start, [x[0] for x in xs])
-        start = [evaluation.varying_as([leaf], [kind])[0] for leaf, kind in zip(start, after, strict=True)]
+    start = evaluation.settled(step, start, xs, fixed)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(step, start, xs, **options)
     return [*carry, *ys]
@@ -100,9 +98,7 @@ def _row_by_row(
             after = [jnp.where(count, new, old) for new, old in zip(after, carry, strict=True)]
         return after, out[carried:]
 
-    if any(map(compilers.varying_axes, values)):
-        after, _ = jax.eval_shape(step, start, jax.tree.map(lambda leaf: leaf[0], (counts, rows)))
-        start = [evaluation.varying_as([leaf], [kind])[0] for leaf, kind in zip(start, after, strict=True)]
+    start = evaluation.settled(step, start, (counts, rows), fixed)
     carry, ys = jax.lax.scan(step, start, (counts, rows), reverse=params["reverse"], unroll=params["unroll"])
     return [*carry, *ys]
 
@@ -123,9 +119,8 @@ def _branches_of_rows(
         return run
 
     branches = list(map(branch, bodies.each))
-    if any(map(compilers.varying_axes, values)):
-        found = [jax.eval_shape(run, *operands) for run in branches]
-        branches = [_as_all(run, found) for run in branches]
+    found = [jax.eval_shape(run, *operands) for run in branches]
+    branches = [_as_all(run, found) for run in branches]
     return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
 

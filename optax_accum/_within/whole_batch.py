@@ -95,7 +95,9 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     return _of_gradient(rules, device, program)
 
 
-def traced_gradient(rules: CallRules, call: Call, device: Device, *, joins_all: bool = False) -> TracedCall:
+def traced_gradient(
+    rules: CallRules, call: Call, device: Device | None = None, *, joins_all: bool = False
+) -> TracedCall:
     """The program that computes the value and the gradient of the whole batch; see `trace_call` and `levels_of`."""
     gradient = functools.partial(_gradient, rules, _of_one_number(rules))
     return trace_call(
