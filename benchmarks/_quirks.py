@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from optax_accum._core.versions import DEVICES, HOST, REFERENCES
+from optax_accum._core.versions import DEVICES, HOST
 
 
 class Quirk(NamedTuple):
@@ -37,41 +37,6 @@ QUIRKS = (
         "the library takes the largest and the smallest number",
         'JAX 0.10.0: 1 P of temporary memory for "skip", instead of 0 P',
         until=(0, 10, 2),
-    ),
-    Quirk(
-        "why_not_in_place",
-        "`jax.vjp(...).with_refs` does not exist",
-        "gradients are added after the backward pass",
-        'the table "By version of JAX"',
-        until=REFERENCES,
-    ),
-    Quirk(
-        "ADDS_IN_CHECKPOINTS",
-        "A backward pass cannot add to a reference inside `jax.checkpoint`",
-        "the gradient is added after the checkpoint, still inside the loop over layers",
-        "JAX 0.9.2: a NotImplementedError",
-        until=(0, 10, 0),
-    ),
-    Quirk(
-        "ADDS_TO_SLICES",
-        "A backward pass cannot add to a slice of a reference",
-        "the gradients of all slices are put together first, and added once",
-        "JAX 0.10.0: a NotImplementedError",
-        until=(0, 11, 0),
-    ),
-    Quirk(
-        "ADDS_IN_BRANCHES",
-        "With references (`jax.new_ref`), JAX 0.11 differentiates some loops wrongly, so none is used in branches",
-        "a gradient is added where the branches of `cond` or `switch` end, as a whole",
-        "CPU, a `switch` over 8 layers: 0.10 instead of 0.60 P of temporary memory; JAX 0.11.2 would gain as much",
-        until=(0, 12, 0),
-    ),
-    Quirk(
-        "OVERLAPS",
-        "A `custom_vjp` that takes a reference mixes up the gradients of its other arguments",
-        "devices all-reduce gradients after the backward pass",
-        "JAX 0.10.0: Expected cotangent type float32[], but got float32[16]",
-        until=(0, 11, 0),
     ),
     Quirk(
         "sizes_of_scan",
@@ -187,34 +152,6 @@ QUIRKS = (
         "JAX 0.12, a CNN on 64 images: gradients by a scan take 20 times the CPU time of the whole batch "
         "(jax-ml/jax#12868)",
         test="core/test_convolutions.py::test_in_a_loop_xla_still_leaves_a_gradient_of_a_convolution_as_it_is",
-    ),
-    Quirk(
-        "_loss.follow.breaks",
-        "With references, JAX cannot differentiate a scan that scans over an array and also closes over it",
-        "the parameter is used before the scan",
-        "JAX 0.12: a NotImplementedError; 0.11.2: a wrong gradient",
-        test="loss/test_in_place.py::test_jax_still_adds_no_array_that_a_scan_takes_twice",
-    ),
-    Quirk(
-        "_core.equations.is_barrier",
-        "With references, JAX cannot differentiate an `optimization_barrier`",
-        "the parameter is used before the barrier",
-        "JAX 0.12: an AssertionError",
-        test="loss/test_in_place.py::test_jax_still_adds_nothing_behind_a_barrier",
-    ),
-    Quirk(
-        "_core.equations.may_be_clamped",
-        "To a reference, JAX adds the gradient of a clamped `dynamic_slice` in other rows",
-        "the start is clamped before",
-        "JAX 0.12: a wrong gradient; with a known start an error",
-        test="loss/test_in_place.py::test_jax_still_adds_to_other_rows_than_a_slice_that_is_clamped",
-    ),
-    Quirk(
-        "_core.tracing.is_batched",
-        "`vmap` cannot batch a scan or a `cond` over references",
-        "gradients are added after the backward pass",
-        "JAX 0.12: a NotImplementedError",
-        test="loss/test_in_place.py::test_jax_still_batches_no_scan_over_references",
     ),
     Quirk(
         "_space.collectives.scatter_stages",

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._core import compilers
 from tests import programs
 
 LR, ROWS, SIZES = 0.1, 12, (2, 8, 2)  # few sizes: each is compiled
@@ -213,7 +212,6 @@ PATHS = {
         micro_steps, jit=functools.partial(optax_accum.jit_step, donate_argnums=())
     ),
     "value_and_apply_gradients, eager": functools.partial(micro_steps, jit=lambda step: step),
-    "value_and_apply_gradients, not in place": functools.partial(micro_steps, in_place=False),
     "value_and_apply_gradients of a sum": micro_steps_of_a_sum,
     "value_and_apply_gradients in a chain": lambda *args: micro_steps(
         *args, tx=optax.chain(optax.identity(), optax_accum.accumulate_gradients(SGD, len(SIZES)))
@@ -372,21 +370,16 @@ SHARDED = {
     "value_and_grad": sharded_within,
     "accumulate": sharded_accumulated,
     "value_and_apply_gradients": sharded_micro_steps,
-    "value_and_apply_gradients, not in place": functools.partial(sharded_micro_steps, in_place=False),
     "both": sharded_both,
     "both, skip": functools.partial(sharded_both, nonfinite="skip"),
     "both, discard": functools.partial(sharded_both, nonfinite="discard"),
 }
-OVERLAPPING = (
-    {
-        "value_and_grad, overlapping": functools.partial(sharded_within, overlap=True),
-        "value_and_apply_gradients, overlapping": functools.partial(
-            sharded_micro_steps, every=None, of_devices={"overlap": True}
-        ),
-    }
-    if compilers.OVERLAPS
-    else {}
-)
+OVERLAPPING = {
+    "value_and_grad, overlapping": functools.partial(sharded_within, overlap=True),
+    "value_and_apply_gradients, overlapping": functools.partial(
+        sharded_micro_steps, every=None, of_devices={"overlap": True}
+    ),
+}
 SHARDS = {"table": P(None, "data"), "w": P("data"), "pos": P("data"), "unused": P("data"), "scale": P()}
 TO_SHARDS = {
     "value_and_grad": functools.partial(sharded_within, to=SHARDS),
@@ -402,7 +395,6 @@ IN_BFLOAT16 = {  # and the micro-batches that are cut from the batch before devi
 MANUAL = {
     "value_and_grad": manual_within,
     "value_and_apply_gradients": manual_micro_steps,
-    "value_and_apply_gradients, not in place": functools.partial(manual_micro_steps, in_place=False),
     "defer_reduction": manual_gradients,
     "both": manual_both,
 }

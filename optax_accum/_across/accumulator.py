@@ -11,7 +11,7 @@ from optax_accum._core.types import Flag, Tree, Weight
 class Accumulator:
     """The sum of a window in flight, which a state holds."""
 
-    why_not_in_place: str | None = None  # what keeps a backward pass from adding to it
+    adds_inside = True  # whether a backward pass may add to it
 
     def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
         matching.check(state.acc_grads, grads)
@@ -34,7 +34,7 @@ class Accumulator:
 class NoAccumulator(Accumulator):
     """A state that holds no sum: each micro-step closes its window."""
 
-    why_not_in_place = "the state holds no accumulator (every=1)"
+    adds_inside = False
 
     def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
         if schedule.holds and jax.tree.leaves(grads):

@@ -10,23 +10,17 @@ import jax
 from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
-from optax_accum._core import convolutions, tracing
-from optax_accum._core.leaves import short
+from optax_accum._core import convolutions, matching, tracing
+from optax_accum._core.leaves import is_inexact, parted, short
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
-from optax_accum._loss.backward import Backward, add_last, add_to, contribution, forward
-from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
+from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
-
-_AGAIN = (
-    "What value_and_apply_gradients returns is not differentiated through jit, a scan or jax.checkpoint, where "
-    "gradients are added in place. Pass in_place=False to value_and_apply_gradients."
-)
 
 
 def _alike(params: Tree) -> Tree:
@@ -59,19 +53,16 @@ class Loss:
     returns: Returns
     group_size: int
     weight_fn: Callable[..., Any] | None
-    in_place: bool | None
     divisor: Divisor
     meter: Meter
     reads: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
     holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
-    def add(
-        self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
-    ) -> Done:
+    def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, flush: Flag | None) -> Done:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
-        Without `acc` the gradient is returned instead. `again`: whether all this will be differentiated again. `flush`:
-        whether this micro-batch closes the window, None if nobody has said it.
+        Without `acc` the gradient is returned instead. `flush`: whether this micro-batch closes the window, None if
+        nobody has said it.
         """
         self._check_groups(device, call)
         call = device.localized(call, call.params).fold_key(index)
@@ -81,19 +72,15 @@ class Loss:
 
         params = call.arguments[0]
         traced = trace_or_run(fun, params)
-        again = again or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
         types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
         device.check_axes(types, of_optimizer=True)
         device.check_loss(traced, types)
         device.check_nested(traced)
         weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced))
         together = device.runs_together(traced)
-        inside = None if acc is None else self._inside(params, acc, traced, weighing, again, together)
-        if inside:
-            # By whichever argument it is differentiated: parameters and sums come out of one refusal for all.
-            values = params, acc, list(call.arguments.values())
-            params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
-            call = call.with_values(tuple(call.arguments), arguments)
+        if acc is not None:
+            matching.check_sums(acc, params)
+        how = self._adding(params, traced) if acc is not None and tracing.is_staged() else None
         fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
         fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
@@ -101,42 +88,43 @@ class Loss:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
             return loss, value, weighing.counted(parts.loss)
 
-        def run(inside: Inside | None) -> tuple[Backward, Any]:
-            loss, backward, parts = contribution(fun, params, weighing, 0, inside)
+        def run() -> tuple[Backward, Any]:
+            loss, backward, parts = contribution(fun, params, weighing, 0)
             return backward, returned(loss, parts)
 
         def rest() -> Any:
             return returned(*forward(fun, params, weighing, 0))
 
-        ending = self._ending(device, acc, inside, flush)
-        if acc is None or (not inside and (self.meter.measures or weighing.weight is None)):
-            backward, (loss, value, weight) = run(None)
+        ending = self._ending(device, acc, how, flush)
+        if acc is None or (not how and (self.meter.measures or weighing.weight is None)):
+            backward, (loss, value, weight) = run()
             return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
-        add = functools.partial(add_to, first=index == 0, rest=rest, inside=inside, vary=device.vary, together=together)
-        if inside and ending is not None:
+        add = functools.partial(add_to, first=index == 0, rest=rest, how=how, vary=device.vary, together=together)
+        if how and ending is not None:
+            how = dataclasses.replace(how, finish=ending.finish)
             acc, squares, (loss, value, counted) = add_last(
-                acc, run, weighing.weight, index == 0, inside=inside, finish=ending.finish, vary=device.vary
+                acc, run, weighing.weight, index == 0, how=how, vary=device.vary
             )
             weight = counted if weighing.weight is None else weighing.weight
         elif weighing.weight is not None:
             weight = weighing.weight
             acc, squares, (loss, value, _) = add(acc, run, weight)
         else:
-            backward, (loss, value, weight) = run(inside)  # a Ratio has its weight only when it has been run
-            acc, squares, _ = add(acc, lambda _: (backward, None), weight, rest=lambda: None)
-        measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
+            backward, (loss, value, weight) = run()  # a Ratio has its weight only when it has been run
+            acc, squares, _ = add(acc, lambda: (backward, None), weight, rest=lambda: None)
+        measured = self.meter.by_group(parted(params, is_inexact)[1](squares)) if squares else None
         reduced = None if ending is None else ending.reduced(acc)
         return Done(loss, value, weight, Added(acc, measured, reduced))
 
-    def _ending(self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None) -> Ending | None:
+    def _ending(self, device: Device, acc: Tree | None, how: Adding | None, flush: Flag | None) -> Ending | None:
         if flush is False:
             return None
         missing = None
         if flush is not True:
             missing = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
-        elif not inside:
+        elif not how:
             missing = (
-                'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
+                "gradients that are added inside the backward pass: an accumulator, and no policy that sees them first"
             )
         return device.ending(acc, missing)
 
@@ -145,25 +133,13 @@ class Loss:
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
 
-    def _inside(
-        self, params: Tree, acc: Tree, traced: Traced, weighing: ByWeight | ByCount, again: bool, together: bool
-    ) -> Inside | None:
-        """How the gradient is added to the accumulator inside the backward pass; None if it is added afterwards.
+    def _adding(self, params: Tree, traced: Traced) -> Adding:
+        """How the gradient is added to the accumulator inside the backward pass.
 
         The weight is a factor of the cotangent. It is multiplied in where gradients arise instead if it could change
-        more than their size (float16, a custom_vjp), or if devices run `together`: a weight of 0 must drop a NaN. The
-        weight of a Ratio is not known by then.
+        more than their size, for float16 or a `custom_vjp`.
         """
-        squares = self.meter.no_squares(params)
-        bends = traced.is_short or traced.has_rule  # a factor of the cotangent may change more than its size
-        why_not = MAY_BE_AGAIN if again else None
-        if bends and weighing.weight is None and not self.in_place:
-            why_not = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
-        if not traced.runs_alone:
-            why_not = "a derivative rule in the loss closes over a traced value"
-        selects = together and isinstance(weighing.weight, jax.Array)
-        factor = weighing.weight if bends or selects else None
-        return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, why_not)
+        return Adding(self.meter.no_squares(params), traced.is_short or traced.has_rule)
 
     def _weighing(
         self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor

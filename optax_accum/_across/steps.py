@@ -18,7 +18,7 @@ from optax_accum._across.window import MicroBatch, WindowRules, check_state, mic
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core import arithmetic, flags, tracing
+from optax_accum._core import arithmetic, flags
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import (
     AccumulationState,
@@ -28,7 +28,6 @@ from optax_accum._core.state import (
     states_in,
 )
 from optax_accum._core.types import Flag, Tree
-from optax_accum._loss import inside
 from optax_accum._loss.weighing import ByWeight
 from optax_accum._space.devices import has_several, refuse_shards
 from optax_accum._space.here import here
@@ -70,10 +69,9 @@ class Step:
         self._check_read(keywords.extra_args, state, params)
         if keywords.weight is not None:
             keywords = keywords._replace(weight=self.weighed(space, keywords.weight, state))
-        again = tracing.is_again((params, state, args, keywords.weight, keywords.extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
         closes = self.closes(state, keywords.flush)
-        add = functools.partial(self.loss.add, again=again, flush=closes)
+        add = functools.partial(self.loss.add, flush=closes)
         done, _ = space.run(lambda *local: (add(*local), None), call, self._acc(state), keywords.weight, index)
         return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
 
@@ -91,9 +89,9 @@ class Step:
     def weighed(self, space: Space, weight: Any, state: Tree) -> Any:
         return weight
 
-    def why_not_in_place(self, state: Tree) -> str | None:
-        """Why a backward pass cannot add to an accumulator; None if it can."""
-        return "it does not accumulate"
+    def adds_inside(self, state: Tree) -> bool:
+        """Whether a backward pass may add to an accumulator."""
+        return False
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """The parameters and the state after the micro-batch."""
@@ -159,11 +157,7 @@ class Step:
 
     def _acc(self, state: Tree) -> Tree | None:
         """The accumulator that a backward pass may add to; None if it may not."""
-        why_not = self.why_not_in_place(state)
-        if self.loss.in_place and why_not:
-            raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
-        if why_not or self.loss.in_place is False:
-            inside.log_after(why_not or "in_place=False")
+        if not self.adds_inside(state):
             return None
         return accumulator.accumulator_of(state).on_device(state)
 
@@ -193,10 +187,8 @@ class AccumulatingStep(Step):
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:
         return weighed(self.rules, space, weight, state)
 
-    def why_not_in_place(self, state: AccumulationState) -> str | None:
-        if not self.rules.policy.unseen:
-            return f"a policy has to see the gradient before it is added (nonfinite={self.rules.policy.text})"
-        return accumulator.accumulator_of(state).why_not_in_place
+    def adds_inside(self, state: AccumulationState) -> bool:
+        return self.rules.policy.unseen and accumulator.accumulator_of(state).adds_inside
 
     def apply(
         self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree

@@ -18,6 +18,9 @@ from optax_accum._loss.parts import Returns
 from optax_accum._loss.weighing import ByWeight
 
 
+@callables.renamed(
+    "every in accumulate_gradients", in_place="Leave it out: gradients are added in place, and differentiated again."
+)
 def value_and_apply_gradients(
     fun: Callable[..., Any],
     tx: optax.GradientTransformation,
@@ -29,7 +32,6 @@ def value_and_apply_gradients(
     weight_fn: Callable[..., Any] | None = None,
     weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
-    in_place: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Returns a train step: loss, gradient added in place, and update.
 
@@ -68,8 +70,6 @@ def value_and_apply_gradients(
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i
         of a window gets `jax.random.fold_in(key, i)`, with `devices` of
         a key of the device's own. Pass another key in each window.
-      in_place: whether to add inside the backward pass. By default wherever
-        that gives the same gradient.
 
     With `devices` in `tx`, each device differentiates its own rows of the
     batch and adds to its own partial sum; `fun` and `weight_fn` see the
@@ -100,26 +100,16 @@ def value_and_apply_gradients(
       parameter is used twice, its two gradients are added one by one).
 
       Gradients of parameters of any dtype, whatever `fun` casts them to,
-      are added in place. With a `jax.custom_vjp`, float16 or float8 in
-      `fun`, the weight is multiplied in where gradients arise. (A rule that
-      is not linear, such as a clip, sees the gradient of the micro-batch
-      alone.) The gradient is first written and then added in these cases,
-      all known when tracing:
+      are added in place, and what a parameter gets at several places one
+      by one. With a `jax.custom_vjp`, float16 or float8 in `fun`, the weight
+      is multiplied in where gradients arise. (A rule that is not linear,
+      such as a clip, sees the gradient of the micro-batch alone.) The step
+      may be differentiated, as in meta-learning, and batched. Known when
+      tracing:
 
-      * `fun` has a `jax.custom_vjp`, float16 or float8 and returns a
-        `Ratio`, whose weight is known too late.
-      * `"skip"`, `"omit"`, a callable: they must see the gradient.
-      * Accumulators narrower than the parameters; JAX before 0.8.1.
-      * The step is differentiated again, with no `jit` between, or called
-        outside `jit`.
-      * `every=1`, or another optimizer; nothing is accumulated then.
-
-      Also known when tracing:
-
-      * `in_place=True` where JAX or the accumulators do not allow it: an
-        error. Outside `jit` it is added after the backward pass.
-      * The step is differentiated, as in meta-learning, through a `jit`, a
-        scan or `jax.checkpoint`: an error; pass `in_place=False`.
+      * `"skip"`, `"omit"`, a callable: they must see the gradient, which is
+        written first, and then added. So it is outside `jit`.
+      * `every=1`, or another optimizer: nothing is accumulated.
       * An integer parameter: stays, where `tx` leaves it out
         (`optax.masked`); else an error says how.
       * A key that no role names; an argument with as many rows as the
@@ -133,7 +123,7 @@ def value_and_apply_gradients(
 
       * `weight` or `weight_fn` gives 0: the micro-batch is not run, and
         zeros stand for what `fun` returned. Where the gradient is written
-        first (above), with `in_place=False`, or where it overlaps, the
+        first (above), or where it overlaps, the
         micro-batch may be run all the same: it adds nothing, and what `fun`
         returned is returned.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
@@ -161,14 +151,12 @@ def value_and_apply_gradients(
     )
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
-    checks.check_flag("in_place", in_place)
     reads = _reading(fun, roles, has_aux)
     loss = Loss(
         fun,
         returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
         group_size=checks.as_positive("group_size", group_size) or 1,
         weight_fn=callables.as_weight_fn(weight_fn, roles),
-        in_place=in_place,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
         reads=reads if rules else None,

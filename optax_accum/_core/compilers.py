@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,13 +58,27 @@ NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
 
 
 def zeroed(tree: Tree, first: jax.Array) -> Tree:
-    """Zeros where `first`, else the tree as it is; for references that take it: in place, once a window."""
+    """Zeros where `first`, else the tree as it is: in place, once a window."""
+    return _zeroed(tree, first) if jax.tree.leaves(tree) else tree
+
+
+@jax.custom_jvp
+def _zeroed(tree: Tree, first: jax.Array) -> Tree:
     iterations = first.astype(jnp.int32)
 
     def zeros(leaf: Any) -> Any:
         return on_mesh_of(leaf, jnp.zeros_like(leaf))
 
     return jax.lax.fori_loop(0, iterations, lambda _, tree: jax.tree.map(zeros, tree), tree)
+
+
+def _select_zeros(primals: tuple[Tree, jax.Array], tangents: tuple[Tree, Any]) -> tuple[Tree, Tree]:
+    """A loop of a length that only the device knows has no backward pass."""
+    first = primals[1]
+    return _zeroed(*primals), jax.tree.map(lambda leaf: jnp.where(first, jnp.zeros_like(leaf), leaf), tangents[0])
+
+
+_zeroed.defjvp(_select_zeros)
 
 
 def explicit_mesh(kind: Any) -> Any:
@@ -76,6 +91,16 @@ def explicit_sharding(leaf: Any) -> Any:
     """The sharding over Explicit axes that the type of an array tells; else None."""
     kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else leaf
     return None if explicit_mesh(kind) is None else kind.sharding
+
+
+def cuttable_sharding(sharding: Any, axis: int, rows: int) -> Any:
+    """A sharding without that along an axis, if Explicit axes cannot cut so many rows evenly."""
+    spec: Any = getattr(sharding, "spec", ())
+    entry = spec[axis] if axis < len(spec) else None
+    names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    if rows % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+        return sharding
+    return type(sharding)(sharding.mesh, type(spec)(*spec[:axis], None, *spec[axis + 1 :]))
 
 
 def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
@@ -129,12 +154,6 @@ def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
 _ready_together.defjvp(_moves_together, symbolic_zeros=True)
 
 
-def is_sharded(leaf: Any) -> bool:
-    """Whether the type of an array tells that it is sharded, as on Explicit axes."""
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    return any(getattr(sharding, "spec", ()))
-
-
 def extremes(real: jax.Array) -> list[jax.Array]:
     """Values that are finite if and only if the array is: one reduction, if a CPU writes no magnitudes, else two."""
     if versions.JAX >= (0, 10, 2):
@@ -142,15 +161,7 @@ def extremes(real: jax.Array) -> list[jax.Array]:
     return [jnp.max(real), jnp.min(real)]
 
 
-# References, for a gradient that is added where it arises
-
-
-def why_not_in_place() -> str | None:
-    """Why JAX cannot add a gradient inside the backward pass; None where it can."""
-    if versions.JAX < versions.REFERENCES:
-        needed = versions.text(versions.REFERENCES)
-        return f"needs JAX {needed} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
-    return None
+# References, which functions may have of their own
 
 
 def is_reference(leaf: Any) -> bool:
@@ -160,18 +171,6 @@ def is_reference(leaf: Any) -> bool:
 
 def makes_reference(equation: Any) -> bool:
     return any(type(var.aval).__name__ == "AbstractRef" for var in equation.outvars)
-
-
-ADDS_TO_SLICES = versions.JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
-ADDS_IN_CHECKPOINTS = versions.JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
-ADDS_IN_BRANCHES = versions.JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it
-# Whether a `custom_vjp` that writes to a reference may have other arguments before it.
-OVERLAPS = versions.JAX >= (0, 11, 0)
-
-
-def missing_for_overlap() -> str | None:
-    """The JAX that a backward pass needs to add gradients over devices; None where it is this one."""
-    return None if OVERLAPS else "JAX 0.11"
 
 
 # Equations of traced programs

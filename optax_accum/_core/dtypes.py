@@ -1,12 +1,13 @@
 """Dtypes: of sums, of options, and of gradients by integers (float0)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.leaves import for_each_leaf, is_inexact
 from optax_accum._core.types import Tree
 
 
@@ -108,6 +109,14 @@ def same(tree: Tree, other: Tree) -> bool:
         return list(map(jnp.result_type, jax.tree.leaves(tree)))
 
     return dtypes_of(tree) == dtypes_of(other)
+
+
+def gradients_like(params: Tree, inexact: Iterable[Any]) -> Tree:
+    """The tree of gradients, of those by inexact parameters; JAX has zeros of a type of their own for integers."""
+    rest = iter(inexact)
+    return jax.tree.map(
+        lambda leaf: next(rest) if is_inexact(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0), params
+    )
 
 
 def is_float0(leaf: Any) -> bool:

@@ -41,23 +41,6 @@ def is_cast_down(equation: Any) -> bool:
     return floating and jnp.finfo(after).bits < jnp.finfo(before).bits
 
 
-def is_barrier(equation: Any) -> bool:
-    return equation.primitive.name == "optimization_barrier"
-
-
-def may_be_clamped(equation: Any) -> bool:
-    """Whether an equation takes a slice that is not known to lie inside its array."""
-    if equation.primitive.name != "dynamic_slice":
-        return False
-    array, *starts = equation.invars
-    limits = (size - length for size, length in zip(array.aval.shape, equation.params["slice_sizes"], strict=True))
-
-    def known(start: Any, limit: Any) -> Any:
-        return isinstance(start, core.Literal) and 0 <= int(start.val) <= limit
-
-    return not all(map(known, starts, limits))
-
-
 def collective_axes(equation: Any) -> tuple[str, ...]:
     """The axes of a mesh along which an equation itself takes something from other devices."""
     if equation.primitive.name in _ALONE:

@@ -3,7 +3,7 @@
 A trace of the rows of all devices has no axis of these: values that are evaluated vary along more axes than in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,20 @@ def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:
     return frozenset[str]().union(
         *(compilers.varying_axes(value) - compilers.varying_axes(kind) for value, kind in pairs)
     )
+
+
+def settled(step: Callable[..., Any], carry: Any, xs: Any, given: Any = ()) -> Any:
+    """The carry of a loop, varying along the axes along which an iteration makes it vary, which takes `given`, too."""
+    some_vary = any(map(compilers.varying_axes, jax.tree.leaves((carry, xs, given))))
+    if not some_vary:
+        return carry
+    after, _ = jax.eval_shape(step, carry, jax.tree.map(lambda leaf: leaf[0], xs))
+    return jax.tree.map(lambda leaf, kind: varying_as([leaf], [kind])[0], carry, after)
+
+
+def varies_no_more(value: Any, kind: Any) -> bool:
+    """Whether a value varies along no axis along which a type does not."""
+    return compilers.varying_axes(value) <= compilers.varying_axes(kind)
 
 
 def varying_type(kind: Any, axes: Iterable[str]) -> Any:

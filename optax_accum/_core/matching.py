@@ -12,12 +12,9 @@ from optax_accum._core import dtypes
 from optax_accum._core.types import Tree
 
 
-def narrower(params: Tree, acc: Tree) -> str | None:
-    """The path of a parameter whose accumulator is narrower than its gradient; None if there is none."""
-    for path, leaf, total in _paired(params, acc, "state", "Call init again with these parameters.", what="parameters"):
-        if hasattr(total, "dtype") and not dtypes.holds(total.dtype, jnp.result_type(leaf)):
-            return path
-    return None
+def check_sums(acc: Tree, params: Tree) -> None:
+    """Raises for sums that are not those of these parameters' gradients."""
+    _paired(params, acc, "state", "Call init again with these parameters.", what="parameters")
 
 
 def check_params(params: Tree, grads: Tree) -> None:

@@ -38,10 +38,6 @@ class Traced:
         return tuple(all_equations(self.jaxpr))
 
     @functools.cached_property
-    def has_loop_or_branch(self) -> bool:
-        return any(equation.primitive.name in ("scan", "cond") for equation in self.equations)
-
-    @functools.cached_property
     def collectives(self) -> Sequence[Any]:
         """The equations that take something from other devices, along the axes of `jax.shard_map`."""
         return tuple(filter(collective_axes, self.equations))

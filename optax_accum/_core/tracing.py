@@ -39,24 +39,6 @@ def is_differentiated(tree: Tree) -> bool:
     return bool(seen)
 
 
-def is_batched(tree: Tree) -> bool:
-    """Whether `jax.vmap` runs over some of these arrays, with no `jit` between."""
-    seen: list[bool] = []
-
-    @jax.custom_batching.custom_vmap
-    def identity(leaves: list[Any]) -> list[Any]:
-        return leaves
-
-    @identity.def_vmap
-    def _(axis_size: int, in_batched: Any, leaves: list[Any]) -> tuple[list[Any], Any]:
-        seen.append(True)
-        return leaves, in_batched[0]
-
-    traced = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer) and not compilers.is_reference(leaf)]
-    identity(jax.lax.stop_gradient(traced))  # a custom_vmap is not always differentiated
-    return bool(seen)
-
-
 def refuse_differentiation(tree: Tree, message: str) -> Tree:
     """The same tree; differentiating it after this call, through a `jit` between, raises the message."""
 

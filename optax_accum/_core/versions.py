@@ -10,7 +10,7 @@ import jax
 from optax_accum._core import messages
 
 JAX = jax.__version_info__[:3]
-FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 2), (0, 8, 1), (0, 10, 0)  # versions that were run, or asked
+FLOOR, DEVICES, HOST = (0, 5, 3), (0, 7, 2), (0, 10, 0)  # versions that were run, or asked
 
 if JAX < FLOOR:
     raise ImportError(f"optax_accum needs JAX 0.5.3 or later: this is JAX {jax.__version__}. Install a newer one.")

@@ -22,7 +22,6 @@ from optax_accum._rows.denominators import Found
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
-from optax_accum._space.device import Device
 from optax_accum._within.rules import CROSSING, CallRules, as_rules
 from optax_accum._within.traced_call import TracedCall
 from optax_accum._within.whole_batch import traced_gradient
@@ -190,7 +189,7 @@ def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bo
 def _run(rules: CallRules, found: TracedCall) -> Levels:
     """How the program runs that computes the loss and its gradient; of a loss without a gradient, the loss's own."""
     try:
-        return traced_gradient(rules, found.call, Device()).levels
+        return traced_gradient(rules, found.call).levels
     except Exception:  # of a rule of the user's, say: the loss itself has been traced
         return found.levels
 

@@ -1,37 +1,35 @@
-"""The backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
+"""The backward pass of a micro-batch: its gradient, or sums to which it is added where it arises."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, flags
+from optax_accum._core import adding, arithmetic, compilers, dtypes, flags
+from optax_accum._core.adding import Finish
+from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag, Index, Tree, Weight
 from optax_accum._loss import ratio
-from optax_accum._loss.inside import Inside, Targets
 from optax_accum._loss.parts import Parts
-from optax_accum._loss.sinks import Finish
 from optax_accum._loss.weighing import Weighing
 
 
 def contribution(
-    fun: Callable[[Tree], Parts],
-    params: Tree,
-    weighing: Weighing,
-    index: Index,
-    inside: Inside | None = None,
-    scale: float = 1.0,
+    fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index, scale: float = 1.0
 ) -> tuple[jax.Array, "Backward", Parts]:
     """Differentiates a micro-batch: returns its weighed loss [], its backward pass, and the parts of `fun`'s result.
 
-    `inside`: how gradients are added inside the backward pass; None if they are not. They are multiplied by `scale`.
+    Gradients are multiplied by `scale`.
     """
-    scaled = functools.partial(forward, fun, weighing=weighing, index=index)
-    run, targets = (inside.through(scaled, params), inside.targets(params)) if inside else (scaled, params)
-    loss, backward, parts = jax.vjp(run, targets, has_aux=True)
-    return loss, Backward(backward, jnp.full_like(loss, scale), inside), parts
+    inexact, filled = parted(params, is_inexact)
+
+    def run(inexact: list[Any]) -> tuple[jax.Array, Parts]:
+        return forward(fun, filled(inexact), weighing, index)
+
+    loss, backward, parts = jax.vjp(run, inexact, has_aux=True)
+    return loss, Backward(backward, jnp.full_like(loss, scale), params), parts
 
 
 def forward(fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index) -> tuple[jax.Array, Parts]:
@@ -41,118 +39,131 @@ def forward(fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, inde
     return weighing.scaled(parts.loss, index), parts
 
 
-class Backward:
-    """The backward pass of a loss, which returns the gradient or adds it to references."""
+@dataclasses.dataclass(frozen=True)
+class Adding:
+    """How a gradient is added to sums.
 
-    def __init__(self, backward: Any, cotangent: jax.Array, inside: Inside | None):
-        self.backward, self.cotangent, self.inside = backward, cotangent, inside
+    Attributes:
+      squares: zeros for `|g|^2` of each inexact parameter: [], or [n] with one number for each slice; empty if nothing
+        is measured.
+      scales: whether the weight multiplies each gradient where it arises; else it multiplies the loss.
+      finish: for each the function that finishes its sum (see `adding.Sum`), if this is its last gradient.
+    """
+
+    squares: Sequence[jax.Array] = ()
+    scales: bool = False
+    finish: Sequence[Finish] | None = None
+
+
+class Backward:
+    """The backward pass of a loss, which returns the gradient or adds it to sums."""
+
+    def __init__(self, backward: Any, cotangent: jax.Array, params: Tree):
+        self.backward, self.cotangent, self.params = backward, cotangent, params
         self.grads: Tree | None = None  # once they are written
 
     def gradient(self) -> Tree:
+        """The gradient; that of an integer is a zero of a type of its own."""
         if self.grads is None:
-            (self.grads,) = self.backward(self.cotangent)
+            (inexact,) = self.backward(self.cotangent)
+            self.grads = dtypes.gradients_like(self.params, inexact)
         return self.grads
 
-    def add_to(self, refs: Sequence[Any], weight: Weight = 1.0) -> list[jax.Array]:
-        """Adds `weight` times the gradient to the references of the inexact parameters, where each part of it arises.
+    def add_to(
+        self, totals: Sequence[Any], how: Adding = Adding(), weight: Weight = 1.0, counts: Flag = True
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Adds `weight` times the gradient to totals, where each part of it arises: one for each inexact parameter.
 
-        Returns the unweighted `|g|^2` of each, if these are measured.
+        Where a total is None the gradient is returned. If it does not count, zeros are added. Returns the totals, the
+        unweighted `|g|^2` of each, if these are measured, and the gradients without a total.
         """
-        assert self.inside is not None
-        scales = self.inside.factor is None
-        cotangent = self.cotangent * jnp.asarray(weight, self.cotangent.dtype) if scales else self.cotangent
-        if totals := self.inside.totals:  # they have the references already
-            cotangent, ready = compilers.ready_together(cotangent, [total.ref[...] for total in totals])
-            for total, value in zip(totals, ready, strict=True):
-                total.ref[...] = value
-            (targets,) = self.backward(cotangent)
-            for total in totals:
-                total.finish_unused()
-            squares: Sequence[Any] = targets.squares
-        else:
-            targets = Targets(list(refs), list(map(jax.new_ref, self.inside.squares)))
-            self.backward.with_refs(targets)(cotangent)
-            squares = list(map(jax.freeze, targets.squares))
-        undone = arithmetic.reciprocal(weight) ** 2 if scales else 1.0
-        return [square * undone for square in squares]
+        cotangent = self.cotangent if how.scales else self.cotangent * jnp.asarray(weight, self.cotangent.dtype)
+        scale = jnp.asarray(weight if how.scales else 1.0, dtypes.default_float())
+        scale = scale if counts is True else jnp.where(counts, scale, 0)
+        scale = scale if how.scales or counts is not True else None
+        program = jax.make_jaxpr(lambda cotangent: self.backward(cotangent)[0])(cotangent)
+        zeros = how.squares or [None] * len(totals)
+        finish = how.finish or [None] * len(totals)
+        sums = [
+            None if total is None else adding.Sum(total, square, scale, end)
+            for total, square, end in zip(totals, zeros, finish, strict=True)
+        ]
+        found = adding.run(program, [cotangent], sums)
+        undone = 1.0 if how.scales else arithmetic.reciprocal(weight) ** 2
+        pairs = zip(sums, zeros, strict=True)
+        squares = [zero if one is None else one.square * undone for one, zero in pairs] if how.squares else []
+        return [one and one.total for one in sums], squares, found
 
 
 def add_to(
     acc: Tree,
-    run: Callable[[Inside | None], tuple[Backward, Any]],
+    run: Callable[[], tuple[Backward, Any]],
     weight: Weight,
     first: jax.Array,
     *,
     rest: Callable[[], Any],
-    inside: Inside | None,
+    how: Adding | None,
     vary: Callable[[Tree], Tree],
     together: bool = False,
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and the rest of `run`'s result.
 
     A micro-batch of weight 0 is not run, for its loss is often 0 / 0: the rest, which `rest` computes alone, is zeros.
-    Where devices run `together`, it is run, and the weight, as the factor of `inside`, drops its gradient. The weight
-    of a Ratio cannot be that factor: a second accumulator then has the sum without the gradient. `vary` is
-    `device.vary`.
+    Where devices run `together`, it is run, and adds zeros. Without `how` the gradient is written before it is added.
+    `vary` is `device.vary`.
     """
+    start = compilers.zeroed(acc, first) if how else acc
 
-    def begun() -> Tree:
-        if inside:
-            return compilers.zeroed(acc, first)
-        return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # differentiable
-
-    start = begun() if inside else acc
-
-    def added() -> tuple[Tree, list[jax.Array], Any]:
-        backward, returned = run(inside)
-        if not inside:
+    def added(counts: Flag = True) -> tuple[Tree, list[jax.Array], Any]:
+        backward, returned = run()
+        if not how:
             return arithmetic.add(start, backward.gradient(), weight, first), [], vary(returned)
         backward.cotangent, ready = compilers.ready_together(backward.cotangent, start)
-        refs = jax.tree.map(jax.new_ref, ready)
-        squares = backward.add_to(jax.tree.leaves(refs), weight)
-        return jax.tree.map(jax.freeze, refs), vary(squares), vary(returned)
+        leaves, treedef = jax.tree.flatten(ready)
+        totals, squares, _ = backward.add_to(leaves, how, weight, counts)
+        return treedef.unflatten(totals), vary(squares), vary(returned)
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
         returned = arithmetic.zeros_of(jax.eval_shape(rest))
-        return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(returned)
+        if how:
+            return start, vary(list(how.squares)), vary(returned)
+        return jax.tree.map(lambda sum_: jnp.where(first, jnp.zeros_like(sum_), sum_), acc), [], vary(returned)
 
     counts = flags.known(weight != 0)
     if isinstance(counts, bool):
         return added() if counts else unrun()
     if together:
-        total, *others = added()
-        if inside and inside.factor is None:
-            total = flags.selected(counts, total, start)
-        return total, *_where(counts, others)
+        total, *others = added(counts)
+        return (
+            (total, *_where(counts, others)) if how else (flags.selected(counts, total, acc), *_where(counts, others))
+        )
     return compilers.branch(counts, added, unrun)
 
 
 def add_last(
     acc: Tree,
-    run: Callable[[Inside], tuple[Backward, Any]],
+    run: Callable[[], tuple[Backward, Any]],
     weight: Weight | None,
     first: jax.Array,
     *,
-    inside: Inside,
-    finish: Sequence[Finish],
+    how: Adding,
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
-    """Adds the last gradient of a window, in a backward pass that also adds each sum over the devices: see `add_to`.
+    """Adds the last gradient of a window, in a backward pass that also finishes each sum: see `add_to`.
 
-    It is run whatever its weight, for devices add a sum together. `finish`: one function per leaf, as in `Total`. For a
-    Ratio pass `weight=None`; the result of `run` then has its weight last.
+    It is run whatever its weight, for devices add a sum together. For a Ratio pass `weight=None`; the result of `run`
+    then has its weight last.
     """
-    refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
-    counts_ref: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else flags.known(weight != 0)
-    backward, returned = run(inside.last(jax.tree.leaves(refs), finish, counts_ref))
+    backward, returned = run()
     actual = returned[-1] if weight is None else weight
     counts = flags.known(actual != 0)
-    if weight is None:  # the loss has run, the backward pass has not
-        counts_ref[...] = counts
-    squares = _where(counts, backward.add_to(jax.tree.leaves(refs), actual))
+    backward.cotangent, ready = compilers.ready_together(backward.cotangent, compilers.zeroed(acc, first))
+    leaves, treedef = jax.tree.flatten(ready)
+    totals, squares, _ = backward.add_to(leaves, how, actual, counts)
+    squares = _where(counts, squares)
     if weight is not None:  # what was known to weigh nothing has no loss, as if it had not run
         returned = _where(counts, returned)
-    return jax.tree.map(jax.freeze, refs), vary(squares), vary(returned)
+    return treedef.unflatten(totals), vary(squares), vary(returned)
 
 
 def _where(counts: Flag, tree: Tree) -> Tree:

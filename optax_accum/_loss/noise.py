@@ -11,7 +11,6 @@ from optax_accum._core import arithmetic, compilers
 from optax_accum._core.dtypes import default_float
 from optax_accum._core.leaves import by_path, for_each_leaf
 from optax_accum._core.types import Tree
-from optax_accum._loss import sinks
 
 ALL = "all"  # the one group, where none are named
 ByGroup = dict[str, jax.Array]
@@ -51,8 +50,15 @@ def no_squares(groups: Tree, params: Tree) -> list[jax.Array]:
     for group, leaf in _with_group(groups, params):
         kinds.append((jnp.shape(leaf)[:1] if isinstance(group, Layers) else (), compilers.varying_axes(leaf)))
         leaves.setdefault(kinds[-1], leaf)
-    zeros = {kind: sinks.empty(leaf, kind[0], default_float()) for kind, leaf in leaves.items()}
+    zeros = {kind: _empty(leaf, kind[0]) for kind, leaf in leaves.items()}
     return [zeros[kind] for kind in kinds]
+
+
+def _empty(param: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros, which differ between devices where the parameter does; a lone zero would be a constant, of no mesh."""
+    zeros = jnp.sum(jnp.zeros((1, *shape), default_float()), axis=0)
+    missing = compilers.varying_axes(param) - compilers.varying_axes(zeros)
+    return compilers.as_varying(zeros, sorted(missing)) if missing else zeros
 
 
 def squared_norms(groups: Tree, tree: Tree, like: jax.Array) -> ByGroup:

@@ -1,7 +1,7 @@
 """Which rows to keep for a later loop: the fewest bytes from which it makes what it takes, a minimum cut.
 
-An equation may run again at a price. Each value is either kept, for its bytes, or made again, of values that are kept or
-made again themselves.
+An equation may run again at a price. Each value is either kept, for its bytes, or made again, of values that are kept
+or made again themselves.
 """
 
 import collections

@@ -49,8 +49,9 @@ def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
     if any(value.axis == COUPLED for value in (*equation.ins, *equation.outs)):
         return None
     try:
-        if equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]:
-            return _of_scan(equation, zeros)
+        if equation.name == "scan":
+            is_over_layers = equation.single.params["length"] == equation.double.params["length"]
+            return _of_scan(equation, zeros) if is_over_layers else _over_rows(equation, zeros)
         if equation.name == "cond" and equation.ins[0].axis is None:
             return _of_branches(equation, zeros)
     except OtherProgramError:
@@ -71,6 +72,21 @@ def _of_scan(equation: Equation, zeros: Zeros) -> Bodies | None:
     if any(is_part[place] != (place in running) for place in range(carried)):
         return None
     return Bodies([body], is_part)
+
+
+def _over_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
+    """A loop over rows that only adds to what it carries: its body sees one row, and runs as it is."""
+    single, double = equation.single, equation.double
+    consts, carried = compilers.sizes_of_scan(single)
+    if any(value.axis is not None for value in equation.ins[: consts + carried]):
+        return None
+    if any(value.axis != 0 for value in (*equation.ins[consts + carried :], *equation.outs[carried:])):
+        return None
+    if not locality.are_free(single.params["jaxpr"], double.params["jaxpr"], equation.rows, asks_rules=False):
+        return None
+    program = paired(single.params["jaxpr"], double.params["jaxpr"], equation.rows, equation)
+    sums = (equation.ins[consts + place] in zeros and _only_adds(program, consts, place) for place in range(carried))
+    return Bodies([], [place < carried for place in range(len(equation.outs))]) if all(sums) else None
 
 
 def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
@@ -96,7 +112,7 @@ def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
 
 
 def _read(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
-    """Where the equations of a program run, which values are parts of sums, which are zeros; None if it takes all rows."""
+    """A body, its values that are parts of sums, and those that are zeros; None if it takes all rows."""
     parts, zeros = set(begun), Zeros()
     kinds: dict[Equation, Kind] = {}
     bodies: dict[Equation, Bodies] = {}
@@ -138,7 +154,7 @@ def adds_up(equation: Equation, zeros: Zeros) -> bool:
 
 
 def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
-    """Whether an equation is linear in the parts of sums that it takes, and takes no rows: its result is a part, too."""
+    """Whether an equation without rows is linear in the parts of sums that it takes: its result is a part, too."""
     view = equation.view
     if equation.differs or view.has_rows or view.makes_rows or not view.has_same_sizes:
         return False

@@ -1,27 +1,29 @@
-"""How a program of rows is divided into levels: what kind each equation is, and after which loops it can run."""
+"""The loops of a program of rows, in order: what each runs, and which rows it keeps for later ones.
 
-from collections.abc import Sequence
+What crosses from one loop to the next is a minimum cut, by bytes: what is cheap is made again. A program of a gradient
+goes forward, then backward. What its backward loops take of the forward ones is made again, micro-batch by micro-batch,
+from the rows with which a forward loop began, or from earlier ones, its bases, as far as a share of the forward pass
+may run once more.
+"""
 
-import jax.numpy as jnp
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from optax_accum._core import compilers
-from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import every_equation, is_cast_down
-from optax_accum._rows import derivatives, layers, locality, moving
-from optax_accum._rows.levels import ONCE, Bodies, Kind, Levels
+from optax_accum._core.equations import every_equation, inner_programs
+from optax_accum._rows import cuts
+from optax_accum._rows.division import Division
+from optax_accum._rows.levels import ONCE, Kind, Levels, Loop, Stage
+from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
-from optax_accum._rows.staging import staged
 
-FOLLOWS = frozenset(
-    """
-    add add_any broadcast_in_dim convert_element_type div dynamic_update_slice mul neg pad reduce_precision reduce_sum
-    reshape squeeze sub transpose
-    """.split()
-)
-_LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
-_AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
+READING = 4  # what is kept anyway costs a fourth of its bytes where it is read
+CHEAP = 0.25  # of its results is what a cheap equation moves: others take them as it makes them
+PRICE = 0.4  # of a byte that an equation moves once more, beside one that is kept
+STEPS = 6  # of the search for the fewest bases
 
 
 def levels_of(
@@ -42,7 +44,7 @@ def levels_of(
     """
     division = Division(program, is_model, moves, joins_all=joins_all)
     kinds, model, moving = division.kinds, division.model, division.moving
-    return Levels(program, kinds, model, moving, staged(division, own, again), division.bodies)
+    return Levels(program, kinds, model, moving, _Staging(division, own, again).stages(), division.bodies)
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -61,184 +63,222 @@ def inside_layers(equation: Equation, levels: Levels) -> Levels:
     return levels_of(body, is_model, moves=bool(levels.moving))
 
 
-class Division:
-    """The kind and the level of each equation of a program.
+class _Staging:
+    def __init__(self, division: Division, own: int | None, again: float):
+        self.division, self.program, self.equations = division, division.program, division.equations
+        self.kinds, self.made, self.level, self.model = division.kinds, division.made, division.level, division.model
+        outputs = self.program.outputs[:own]
+        is_backward = own is not None and len(self.program.outputs) > own
+        self.turn = max((self.level.get(v, 0) for v in outputs), default=0) if is_backward else 1 << 30
+        self.always: set[Value] = set()  # rows that equations on all rows take, or outputs
+        self.frontier: set[Value] = set()  # rows that the last loop has left for later ones
+        self.bases: set[Value] = self._bases(again) if is_backward else set()
 
-    The level of a value is the number of loops that must be over before it can be made. The batch alone decides values
-    of level 0, whatever takes its rows together: that runs once, before the first loop.
-    """
+    def stages(self) -> list[Stage]:
+        there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
+        once, stages = self._once(0, there), []
+        for now in range(max(self.division.at.values(), default=0) + 1):
+            if loop := self._loop(now, there):
+                there.update(loop.rows, loop.sums)
+                stages.append(Stage(once, loop))
+                once = []
+            once += self._once(now + 1, there)
+        left = self._closure(self.program.outputs, there)
+        return self._with_ends([*stages, Stage([*once, *self._in_order(left)])])
 
-    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, joins_all: bool):
-        self.joins_all = joins_all
-        self.program, self.equations = program, _needed(program)
-        self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
-        self.moving = set(self.model) if moves else set()
-        self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
-        self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
-        for equation in self.equations:
-            for value in equation.ins:
-                self.used_by.setdefault(value, []).append(equation)
-        self.kinds: dict[Equation, Kind] = {}
-        self.level: dict[Value, int] = {}
-        self.at: dict[Equation, int] = {}
-        self.made: dict[Value, Equation] = {}  # values that loops make
-        self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
-        self.parts: dict[Value, str] = {}  # values of which each micro-batch of a loop gives a part, and how they join
-        self.bodies: dict[Equation, Bodies] = {}
-        self.zeros = layers.Zeros()
-        for equation in self.equations:
-            self._read(equation)
-            self.zeros.read(equation)
+    def _with_ends(self, stages: list[Stage]) -> list[Stage]:
+        """Tells each loop which of the rows that loops have kept nothing takes after it."""
+        kept = {value for stage in stages if stage.loop for value in stage.loop.rows}
+        later: set[Value] = set(self.program.outputs)
+        found: list[Stage] = []
+        for stage in reversed(stages):
+            if loop := stage.loop:
+                ends = [value for value in loop.takes if value in kept and value not in later]
+                stage = dataclasses.replace(stage, loop=dataclasses.replace(loop, ends=ends))
+                later.update(loop.takes)
+            later.update(value for equation in stage.once for value in equation.ins)
+            found.append(stage)
+        return found[::-1]
 
-    def _read(self, equation: Equation) -> None:
-        if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
-            self.rowless.update(equation.outs)
-        moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
-        self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
-        kind = self.kinds[equation] = self._kind(equation)
-        at = max((self.level.get(value, 0) for value in equation.ins), default=0)
-        in_loop = not self.model.isdisjoint(equation.ins)
-        if in_loop:
-            self.model.update(equation.outs)
-            waits = any(self.is_of_loops(value) for value in equation.ins)
-            once = kind is Kind.WHOLE or (kind in ONCE and not self.same.isdisjoint(equation.ins))
-            at += (kind is Kind.PARTIAL and not self._follows(equation)) or (once and waits)
-        self.at[equation] = at
-        self.level.update(dict.fromkeys(equation.outs, at))
-        if kind is Kind.LOCAL:
-            self.made.update(dict.fromkeys(equation.outs, equation))
-            if equation.view.has_rows:
-                self.same.update(value for value in equation.outs if value.axis is None)
-        if equation in self.bodies:
-            sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].parts, strict=True) if is_part]
-            self.same.difference_update(sums)
-            self.parts.update(dict.fromkeys(sums, "sum"))
-            self.level.update(dict.fromkeys(sums, at + 1))
-        if kind is Kind.PARTIAL and in_loop:
-            self.made.update(dict.fromkeys(equation.outs, equation))
-            joins = "sum" if self._follows(equation) else known(equation.name).partial.joins
-            self.parts.update(dict.fromkeys(equation.outs, joins))
+    def _once(self, level: int, there: set[Value]) -> list[Equation]:
+        """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
+        once = {e for e in self.equations if self.division.at[e] == level and self._runs_once(e)}
+        needed = self._closure([value for equation in once for value in equation.ins], there)
+        there.update(value for equation in once for value in equation.outs)
+        return self._in_order(once | needed)
 
-    def is_of_loops(self, value: Value) -> bool:
-        """Whether a value is there when a loop is over, and not before."""
-        return value in self.made and value in self.model and (value.axis is not None or value in self.same)
+    def _runs_once(self, equation: Equation) -> bool:
+        """Whether an equation runs between loops; a reduction of rows does if the batch alone decides it."""
+        is_of_batch = self.kinds[equation] is Kind.PARTIAL and self.model.isdisjoint(equation.ins)
+        return self.kinds[equation] in ONCE or is_of_batch
 
-    def _follows(self, equation: Equation) -> bool:
-        return not self.parts.keys().isdisjoint(equation.ins)
+    def _runs_in(self, equation: Equation) -> int:
+        """The loop that is the first to run an equation."""
+        return self.division.at[equation] - (self.kinds[equation] is Kind.PARTIAL)
 
-    def _kind(self, equation: Equation) -> Kind:
-        """A table: what an equation takes and makes, and what a rule proves."""
-        if self._joins(equation):
-            return Kind.PARTIAL
-        view = equation.view._replace(moves=[value in self.moving for value in equation.ins])
-        if equation.name in locality.NESTED:  # a result that nobody uses may be anything; one without rows takes none
-            pairs = zip(view.outs, equation.outs, strict=True)
-            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by and axis is not None])
-        if view.has_rows:
-            if locality.is_local(view) and not equation.differs:
-                return Kind.LOCAL
-            if self._is_partial(equation):
-                return Kind.PARTIAL
-            return Kind.LOCAL if self._has_body(equation) else Kind.WHOLE
-        if view.makes_rows:
-            is_made_again = locality.is_alike(view) or locality.is_positional(view)
-            return Kind.LOCAL if is_made_again and not equation.differs else Kind.MADE
-        return Kind.LOCAL if self._is_narrow(equation) or self._is_layout(equation) else Kind.FREE
+    def _loop(self, now: int, there: set[Value]) -> Loop | None:
+        """The pass over the micro-batches that makes values for later levels; None if they need none."""
+        sums = {value: joins for value, joins in self.division.parts.items() if self._is_summed(value, now)}
+        whole = [e for e in self.equations if self.division.at[e] > now and self.kinds[e] in ONCE]
+        outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
+        wanted = [*(value for equation in whole for value in equation.ins), *outputs]
+        always = [value for value in dict.fromkeys(wanted) if self._is_made(value, now)]
+        self.always.update(always)
+        cut = self._crossing(now)
+        rows = [value for value in dict.fromkeys([*cut, *always]) if value not in there]
+        if not (rows or sums):
+            return None
+        equations = self._in_order(self._closure([*rows, *sums], there))
+        takes = [value for e in equations for value in e.ins if value in there]
+        onto = {value: self.made[value].ins[0] for value in sums if self.division.adds_to_more(self.made[value])}
+        there.difference_update(self.frontier.difference(cut, self.always))
+        self.frontier = set(cut)
+        return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)
 
-    def _joins(self, equation: Equation) -> bool:
-        """Whether an equation that follows a sum linearly is done to its parts: a transpose, say, or a sum of two sums."""
-        if equation.name not in FOLLOWS or not self._follows(equation):
+    def _crossing(self, now: int) -> list[Value]:
+        """The rows of the model that are kept after a loop for later ones: the fewest bytes that tell the rest."""
+        later = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) > now]
+        taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_residual(v, e)]
+        bases = [value for value in self.bases if self._is_made(value, now)]
+
+        def is_made_again(value: Value) -> bool:
+            """Whether a backward loop makes a value again, of bases, which are there."""
+            return now >= self.turn > self.level[value] and value not in self.always
+
+        def bytes_of(value: Value) -> int:
+            if value in self.always or value in self.bases or not self._is_made(value, now):
+                return 0
+            return size_of(value) // READING if is_made_again(value) else size_of(value)
+
+        makes = {value: e for value, e in self.made.items() if value not in self.frontier}
+
+        def price_of(equation: Equation) -> int:
+            return 0 if self._is_cheap(equation) else cuts.ALWAYS
+
+        cut = cuts.smallest(taken, makes, bytes_of, price_of)
+        return [*(value for value in cut if not is_made_again(value)), *bases]
+
+    def _is_summed(self, value: Value, now: int) -> bool:
+        """Whether a loop gives the parts of a value that is used after it, not only by what joins its parts."""
+        if self.level[value] != now + 1:
             return False
-        if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
-            return False
-        taken = [value for value in dict.fromkeys(equation.ins) if value in self.parts]
-        level = self.level[taken[0]]
-        others = [value for value in equation.ins if value not in self.parts and value not in self.zeros]
-        alone = all(self.parts[v] == "sum" and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
-        known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
-        is_of_two = equation.name in ("add", "add_any") or self.joins_all
-        from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two
-        is_output = not set(taken).isdisjoint(self.program.outputs)
-        more = any(map(self.adds_to_more, (self.made[value] for value in taken)))
-        if (
-            not alone
-            or is_output
-            or not known_before
-            or from_layers
-            or more
-            or not self.moving.isdisjoint(equation.ins)
-        ):
-            return False
-        return layers.follows(equation, set(taken), self.zeros)
+        uses = self.division.used_by.get(value, ())
+        after = [e for e in uses if self.kinds[e] is not Kind.PARTIAL or self.division.at[e] != now + 1]
+        return bool(after) or value in self.program.outputs
 
-    def adds_to_more(self, equation: Equation) -> bool:
-        """Whether a scatter adds rows to something else than zeros."""
-        return equation.name.startswith("scatter") and equation.ins[0] not in self.zeros
+    def _is_made(self, value: Value, now: int) -> bool:
+        """Whether a value is rows of the model that loops so far have made; what the batch decides is made again."""
+        return self.division.is_of_loops(value) and value not in self.division.parts and self.level[value] <= now
 
-    def _has_body(self, equation: Equation) -> bool:
-        """Whether an equation is a loop over layers, or a branch, that treats rows one by one, and adds over them."""
-        if not self.moving.isdisjoint(equation.ins) or self.model.isdisjoint(equation.ins):
-            return False
-        bodies = layers.bodies_of(equation, self.zeros)
-        if bodies is None:
-            return False
-        self.bodies[equation] = bodies
-        return True
+    def _is_residual(self, value: Value, equation: Equation) -> bool:
+        """Whether a backward loop takes a value of a forward one: it is made again from bases."""
+        return self._runs_in(equation) >= self.turn > self.level.get(value, 0)
 
-    def _is_partial(self, equation: Equation) -> bool:
-        if equation.differs or not locality.is_partial(equation.view):
-            return False
-        return not (self._shares_ties(equation) or self._adds_to_made(equation))
+    def _bases(self, again: float) -> set[Value]:
+        """The rows from which backward loops make again what they take of forward ones.
 
-    def _is_layout(self, equation: Equation) -> bool:
-        """Whether an equation writes parameters in another order, which products in loops read as they are, or a number."""
-        if equation.name == "broadcast_in_dim" and all(isinstance(value, Number) for value in equation.ins):
-            return True  # zeros, for a sum to begin with
-        of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)
-        return of_params and equation.name in _LAYOUT and self.moving.isdisjoint(equation.ins)
-
-    def _is_narrow(self, equation: Equation) -> bool:
-        """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
-        if self.moving.isdisjoint(equation.ins) or not equation.outs or derivatives.has_backward(equation):
-            return False
-        if not (equation.view.has_same_sizes and self.rowless.issuperset(equation.outs)):
-            return False  # narrow, but of rows: a mean, say, is there once, when its loop is over
-        begins = is_cast_down(equation.single)
-        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
-        return begins or goes_on
-
-    def _shares_ties(self, equation: Equation) -> bool:
-        """Whether an extreme is compared with the rows, as its gradient is, which the rows that attain it share.
-
-        Made again in another loop, no row need be equal to it. So all rows are kept, and the extreme is taken of these.
+        Each runs the forward loop of the last of these values once more. What is made from earlier rows leaves out
+        bases: as many as may be, evenly, for no more than allowed to run.
         """
-        if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
-            return False
-        result = equation.outs[0]
-        if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
-            return False
-        if result in self.moving:
-            uses = self.used_by.get(result, [])
-            return result in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
-        todo = [result]
+        wanted = self._wanted()
+        best = self._bases_at(1.0, wanted)
+        if not again or not wanted:
+            return best
+        allowed = again * self._cost_forward()
+        low, high = 0.0, 1.0
+        for _ in range(STEPS):
+            share = (low + high) / 2
+            found = self._bases_at(share, wanted)
+            is_allowed = sum(self._cost_again(level, values, found) for level, values in wanted.items()) <= allowed
+            low, high = (low, share) if is_allowed else (share, high)
+            best = min(best, found, key=_bytes) if is_allowed else best
+        return best
+
+    def _cost_forward(self) -> float:
+        """The bytes that all forward loops move."""
+        loops = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) < self.turn]
+        of_model = [equation for equation in loops if not self.model.isdisjoint(equation.ins)]
+        return sum(CHEAP * _bytes(e.outs) if self._is_cheap(e) else _cost(e) for e in of_model)
+
+    def _wanted(self) -> dict[int, list[Value]]:
+        """The rows that backward loops take of forward ones, by the last forward loop that makes some of them."""
+        by_loop: dict[int, dict[Value, None]] = {}
+        for equation in self.equations:
+            if not self._runs_once(equation) and self._runs_in(equation) >= self.turn:
+                taken = (v for v in equation.ins if self._is_made(v, self.turn - 1))
+                by_loop.setdefault(self._runs_in(equation), {}).update(dict.fromkeys(taken))
+        wanted: dict[int, dict[Value, None]] = {}
+        for values in by_loop.values():
+            if values:
+                wanted.setdefault(max(self.level[value] for value in values), {}).update(values)
+        return {level: list(wanted[level]) for level in sorted(wanted)}
+
+    def _bases_at(self, share: float, wanted: dict[int, list[Value]]) -> set[Value]:
+        """The bases, where a share of the forward loops have some, evenly."""
+        kept: set[Value] = set()
+
+        def bytes_of(value: Value) -> int:
+            if not self._is_made(value, self.turn - 1):
+                return 0
+            return size_of(value) // READING if value in kept else size_of(value)
+
+        for place, (level, values) in enumerate(wanted.items()):
+            if int((place + 1) * share) == int(place * share):
+                continue
+
+            def price_of(equation: Equation, level: int = level) -> int:
+                if self._is_again_free(equation, level):
+                    return 0
+                is_before = share < 1 and self._runs_in(equation) == level - 1
+                return int(PRICE * _cost(equation)) if is_before else cuts.ALWAYS
+
+            kept.update(cuts.smallest(values, self.made, bytes_of, price_of))
+        return kept
+
+    def _is_again_free(self, equation: Equation, level: int) -> bool:
+        """Whether a backward loop may run an equation once more, whatever it costs: one of its forward loop."""
+        return self._runs_in(equation) == level or self._is_cheap(equation)
+
+    def _cost_again(self, level: int, values: list[Value], bases: set[Value]) -> float:
+        again = self._closure(values, bases)
+        return sum(_cost(equation) for equation in again if not self._is_again_free(equation, level))
+
+    def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
+        """The equations that make values which are not there yet."""
+        needed: set[Equation] = set()
+        todo = list(wanted)
         while todo:
-            uses = self.used_by.get(todo.pop(), [])
-            if any(use.name == "eq" for use in uses):
-                return True
-            todo += [value for use in uses if use.name in _AS_IT_IS for value in use.outs]
-        return False
+            value = todo.pop()
+            equation = None if value in there else self.made.get(value)
+            if equation is not None and equation not in needed:
+                needed.add(equation)
+                todo += equation.ins
+        return needed
 
-    def _adds_to_made(self, equation: Equation) -> bool:
-        """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""
-        return equation.name.startswith("scatter") and equation.ins[0] in self.made and self.adds_to_more(equation)
+    def _in_order(self, equations: set[Equation]) -> list[Equation]:
+        return [equation for equation in self.equations if equation in equations]
+
+    def _is_cheap(self, equation: Equation) -> bool:
+        """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
+        moves = [value in self.division.moving for value in equation.ins]
+        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single, moves))
 
 
-def _needed(program: Program) -> list[Equation]:
-    """The equations that outputs need, and those that have effects, in order."""
-    wanted = set(program.outputs)
-    needed: list[Equation] = []
-    for equation in reversed(program.equations):
-        if equation.single.effects or not wanted.isdisjoint(equation.outs):
-            needed.append(equation)
-            wanted.update(equation.ins)
-    return needed[::-1]
+def is_cheap(equation: Any) -> bool:
+    """Whether it costs less to run an equation of a traced program again than to keep its results."""
+    inner = [each for program in inner_programs(equation) for each in program.eqns]
+    return all(map(is_cheap, inner)) if inner else known(equation.primitive.name).is_cheap
+
+
+def _cost(equation: Equation) -> int:
+    """The bytes that an equation moves."""
+    return _bytes((*equation.ins, *equation.outs))
+
+
+def _bytes(values: Iterable[Value]) -> int:
+    return sum(size_of(value) for value in values if value.axis is not None)
+
+
+def size_of(value: Value) -> int:
+    """The bytes of a value."""
+    return value.aval.size * value.aval.dtype.itemsize

@@ -33,6 +33,7 @@ class Bodies(NamedTuple):
     """The programs inside an equation that runs for some rows: the body of a loop over layers, or branches.
 
     Attributes:
+      each: the programs; none for a loop over rows, whose body sees one row.
       parts: which of its results are parts of sums.
     """
 

@@ -120,7 +120,7 @@ def _is_free_or_local(view: View) -> bool:
 
 
 def is_local_inside(view: View) -> bool:
-    """Whether an equation of a body runs there for some rows: it treats them one by one, or has nothing to do with them."""
+    """Whether an equation of a body treats rows one by one, or has nothing to do with them."""
     return _is_free_or_local(view)
 
 

@@ -117,7 +117,7 @@ class _Pairing:
         return True
 
     def computed_again(self, equation: Equation) -> list[Value]:
-        """The operands of a checkpoint in a backward pass: its rows behind a barrier, so that no compiler keeps results."""
+        """The operands of a checkpoint in a backward pass: rows behind a barrier, so that no compiler keeps results."""
         rows = [value for value in equation.ins if value.axis not in (None, COUPLED)]
         if not rows:
             return list(equation.ins)

@@ -20,8 +20,9 @@ from optax_accum._rows.registry import FIRST, PRODUCT, REST, TOGETHER, Positiona
 def _product(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
     (left, right), params = values, equation.params
     dtype = wide(equation.outvars[0].aval.dtype)
+    options = {key: params[key] for key in ("out_sharding",) if params.get(key) is not None}
     return jax.lax.dot_general(
-        left, right, params["dimension_numbers"], params["precision"], preferred_element_type=dtype
+        left, right, params["dimension_numbers"], params["precision"], preferred_element_type=dtype, **options
     )
 
 

@@ -15,7 +15,7 @@ from jax.extend import core, source_info_util
 from optax_accum._core import compilers, evaluation
 from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import derivatives, locality
-from optax_accum._rows.traces import Rows, axis_of, in_step, view_of
+from optax_accum._rows.traces import COUPLED, Rows, axis_of, in_step, view_of
 
 Values = Sequence[Any]
 
@@ -54,6 +54,7 @@ def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
         with source_info_util.user_context(single.source_info.traceback):  # for the lines of errors
             return of_name(single, double, some, evaluation.varying_as(values, [atom.aval for atom in single.invars]))
     params = {key: _resized(value, double.params.get(key), some) for key, value in single.params.items()}
+    params |= _shardings(single, double, some)
     return evaluation.bind(single.replace(params=params), values)
 
 
@@ -74,6 +75,16 @@ def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..
         results = evaluate(a, a, some.all_rows, operands) if has_none else evaluate(a, b, some, operands)
         env.update(zip(a.outvars, results, strict=True))
     return evaluation.varying_as(list(map(read, program.outvars)), [atom.aval for atom in program.outvars], more)
+
+
+def _shardings(single: Any, double: Any, some: Some) -> dict[str, Any]:
+    """The parameters of an equation that say where its result lies; Explicit axes cannot cut every number of rows."""
+    named = {key: single.params[key] for key in ("out_sharding", "sharding") if single.params.get(key) is not None}
+    axis = view_of(single, double, some.rows).outs[0] if named else None
+    if axis in (None, COUPLED):
+        return {}
+    rows = some.size if some.real is None else 1
+    return {key: compilers.cuttable_sharding(sharding, axis, rows) for key, sharding in named.items()}
 
 
 def _resized(single: Any, double: Any, some: Some) -> Any:

@@ -41,6 +41,8 @@ def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[A
     is_over_rows = all(axis == 0 for axis in along[consts + carried :]) and len(along) > consts + carried
     if not carried or not is_over_rows or any(axis is not None for axis in along[: consts + carried]):
         return None
+    if not _are_small(single, consts, carried):
+        return None
     if not locality.are_free(single.params["jaxpr"], double.params["jaxpr"], equation.rows):
         return None
     shapes = [value.aval.shape for value in equation.ins]
@@ -55,6 +57,12 @@ def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[A
     except NotASumError:
         return None
     return fun, equation.ins
+
+
+def _are_small(scan: Any, consts: int, carried: int) -> bool:
+    """Whether sums of so many rows are no larger than what the loop takes: a row of the gradient of a parameter is."""
+    sizes = [math.prod(var.aval.shape) for var in scan.invars]
+    return scan.params["length"] * sum(sizes[consts : consts + carried]) <= sum(sizes[consts + carried :])
 
 
 def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:

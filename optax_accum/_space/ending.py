@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core.adding import Finish
 from optax_accum._core.types import Tree
-from optax_accum._loss.sinks import Finish
 from optax_accum._space.collectives import Shard
 
 WORTH_HIDING = 64 << 20  # bytes

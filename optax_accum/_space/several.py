@@ -91,7 +91,7 @@ class Several(Space):
 
     def _missing(self) -> str | None:
         """Why a backward pass cannot add gradients over the devices; None if it can."""
-        return compilers.missing_for_overlap() if tracing.is_staged() else "jax.jit"
+        return None if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
         return self.device.with_endings(missing=self._missing())

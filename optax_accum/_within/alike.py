@@ -11,7 +11,7 @@ from optax_accum._core.equations import every_equation
 from optax_accum._core.leaves import by_path, is_array
 from optax_accum._rows.program import Constant, Equation, Value
 from optax_accum._space.device import Device
-from optax_accum._within import by_level
+from optax_accum._within.store import has_own_rows
 from optax_accum._within.traced_call import TracedCall
 
 
@@ -22,7 +22,7 @@ def check_alike(loss: TracedCall, device: Device, call: Call, outputs: int | Non
     for equation in loss.levels.program.equations:
         name = next(filter(None, (own.get(value) or _name_of(device, value) for value in equation.ins)), None)
         name = name or _index(device, equation)
-        own.update((value, name) for value in equation.outs if name and not by_level.has_own_rows(value))
+        own.update((value, name) for value in equation.outs if name and not has_own_rows(value))
     for value in loss.levels.program.outputs[:outputs]:
         if name := own.get(value):
             raise ValueError(

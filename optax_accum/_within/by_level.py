@@ -1,6 +1,5 @@
 """A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -9,18 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, convolutions, dtypes, evaluation
-from optax_accum._rows import derivatives, faults, layers, locality, resized
+from optax_accum._core import compilers, convolutions, evaluation
+from optax_accum._rows import derivatives, faults, layers, resized
 from optax_accum._rows.leveling import inside_layers, is_over_layers
-from optax_accum._rows.levels import Bodies, Body, Kind, Levels, Loop
-from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.registry import known
-from optax_accum._rows.traces import COUPLED
+from optax_accum._rows.levels import Kind, Levels, Loop
+from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.units import Units
-from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._within import loops, partial, shared
 from optax_accum._within.fold import NOTHING, Result, Sampled, folded
+from optax_accum._within.some_rows import evaluate_some, followed, of_rows, read
+from optax_accum._within.store import Store, axis_of, has_own_rows, same
 
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
@@ -36,7 +34,7 @@ def evaluated(
     values: Sequence[Any],
     asked: Mapping[Value, Result] = MappingProxyType({}),
     sampled: Sampled = NOTHING,
-) -> "Store":
+) -> Store:
     """The values of a program, evaluated so; `asked` says what becomes of some sums, and what is measured of them."""
     store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), asked=asked, sampled=sampled)
     for stage in levels.stages:
@@ -45,61 +43,6 @@ def evaluated(
         if stage.loop:
             run(stage.loop, levels, store)
     return store
-
-
-@dataclasses.dataclass
-class Store:
-    """The values of a program that are known: whole, or as micro-batches [k, ...] as a loop has left them.
-
-    Each of several devices has its own rows; all other values are the same on all.
-    """
-
-    units: Units
-    device: Device
-    values: dict[Value, Any]
-    parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
-    sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
-    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
-    asked: Mapping[Value, Result] = MappingProxyType({})  # what becomes of some sums
-    sampled: Sampled = NOTHING  # what is measured of them
-    samples: Any = ()
-
-    def whole(self, value: Value) -> Any:
-        if isinstance(value, Constant | Number):
-            return value.array
-        if value not in self.values and value in self.sums:
-            self.values[value] = self.device.joined("sum", self.sums[value]).astype(value.aval.dtype)
-        if value not in self.values and value.axis is None:
-            self.values[value] = self.parts[value][0]  # the same for each micro-batch
-        if value not in self.values:
-            joined = self.units.joined(self.parts[value], axis_of(value))
-            self.values[value] = compilers.sharded_as(value.aval, joined)
-        return self.values[value]
-
-    def part(self, value: Value) -> Any:
-        """This device's part of a value that is a sum over devices; its dtype may be wider than the value's."""
-        return self.sums[value] if value in self.sums else self.device.part(self.whole(value))
-
-    def shared(self, value: Value) -> Any:
-        """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
-        if value not in self.passed:
-            (self.passed[value],) = shared.widened([self.whole(value)], [_same])
-        return self.passed[value]
-
-    def cuttable(self, value: Value) -> Any:
-        """The value for all rows, as Explicit axes let it be cut."""
-        units = self.units
-        return meshes.cuttable(jnp.asarray(self.whole(value)), 1 if units.fills else units.size, axis_of(value))
-
-    def cut(self, value: Value) -> Any:
-        if value not in self.parts:
-            self.parts[value] = self.units.cut(self.cuttable(value), axis_of(value))
-        return self.parts[value]
-
-
-def axis_of(value: Value) -> int:
-    assert value.axis is not None
-    return value.axis
 
 
 def run_once(equation: Equation, levels: Levels, store: Store) -> None:
@@ -113,10 +56,14 @@ def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
         store.sums[result] = followed(equation, [_part_of_sum(value, equation, store) for value in equation.ins])
         return
     values = [store.whole(value) for value in equation.ins]
+    if _is_part_of_batch(equation, levels, store):
+        every = jnp.arange(store.units.number)
+        store.sums[equation.outs[0]] = partial.part_of(equation, store.units, values, every)
+        return
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
     elif store.device.is_alone:
-        results = _in_step(equation, functools.partial(evaluation.bind, equation.single), store.device, values)
+        results = _in_step(equation, functools.partial(_as_it_is, equation), store.device, values)
     else:
         results = _over_devices(equation, levels.kinds[equation], store, values)
     store.values.update(zip(equation.outs, results, strict=True))
@@ -129,6 +76,13 @@ def _in_step(equation: Equation, run: Any, device: Device, values: list[Any]) ->
         return [value.axis is not None for value in equation.ins]
 
     return device.in_step(run, [equation.single], differ)(values)
+
+
+def _as_it_is(equation: Equation, values: list[Any]) -> Sequence[Any]:
+    """Evaluates an equation for all rows; programs inside it are traced again where values, by type, differ more."""
+    if not evaluation.varying_more(values, [atom.aval for atom in equation.single.invars]):
+        return evaluation.bind(equation.single, values)
+    return resized.evaluate(equation.single, equation.single, resized.Some(equation.rows, equation.rows[0]), values)
 
 
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
@@ -146,17 +100,17 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
         values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
-    # Programs inside it are traced again: by their types, values differ between devices now.
-    as_it_is = equation.single, equation.single, resized.Some(equation.rows, equation.rows[0])
-    results = resized.evaluate(*as_it_is, values)
+    results = _as_it_is(equation, values)
     results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
     return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
 
 
-def has_own_rows(value: Value) -> bool:
-    """Whether each device has its own rows of a value; not where rows are along two axes."""
-    return value.axis not in (None, COUPLED)
+def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
+    """Whether an equation is a sum over the rows of several devices that the batch alone decides."""
+    if store.device.is_alone or levels.moving or levels.kinds[equation] is not Kind.PARTIAL:
+        return False
+    return partial.reduction_of(equation).joins == "sum" and not equation.name.startswith("scatter")
 
 
 def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
@@ -169,53 +123,10 @@ def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     return layers.follows(equation, set(parts), layers.Zeros())
 
 
-def sum_of(value: Value, levels: Levels) -> Value | None:
-    """The sum of a loop from which a value is made linearly, as a gradient with decay; None if it takes no sum."""
-    made = {each: equation for equation in levels.program.equations for each in equation.outs}
-    sums = {each for loop in levels.loops for each in loop.sums}
-    while value not in sums:
-        equation = made.get(value)
-        taken = [] if equation is None else [each for each in equation.ins if _takes(each, made, sums)]
-        if len(taken) != 1 or len(equation.outs) != 1:
-            return None if not taken else value
-        (value,) = taken
-    return value
-
-
-def _takes(value: Value, made: dict[Value, Equation], sums: set[Value]) -> bool:
-    """Whether a value takes a sum of a loop."""
-    todo, seen = [value], set()
-    while todo:
-        value = todo.pop()
-        if value in sums:
-            return True
-        if value in made and value not in seen:
-            seen.add(value)
-            todo += made[value].ins
-    return False
-
-
 def _part_of_sum(value: Value, equation: Equation, store: Store) -> Any:
     if value in store.sums:
         return store.sums[value]
     return store.part(value) if equation.name in ("add", "add_any", "sub") else store.whole(value)
-
-
-def followed(equation: Equation, values: Sequence[Any]) -> Any:
-    """An equation that is linear in parts of sums, in their dtype if that is wider than its own."""
-    values, kind = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
-    inexact = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
-    wide = functools.reduce(jnp.promote_types, [v.dtype for v, is_ in zip(values, inexact, strict=True) if is_])
-    if equation.name == "convert_element_type":
-        is_as_wide = dtypes.holds(wide, kind) and _is_complex(wide) == _is_complex(kind)
-        return values[0] if is_as_wide else values[0].astype(kind)
-    values = [value.astype(wide) if is_ else value for value, is_ in zip(values, inexact, strict=True)]
-    (result,) = evaluation.bind(equation.single, values)
-    return result
-
-
-def _is_complex(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def run(loop: Loop, levels: Levels, store: Store) -> None:
@@ -301,113 +212,13 @@ def _each(flag: bool, tree: Any) -> Any:
     return jax.tree.map(lambda _: flag, tree)
 
 
-def _same(leaf: Any) -> Any:
-    return leaf
-
-
 def of_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], numbers: jax.Array) -> list[Any]:
     """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
 
     `env` has the values that the loop takes; `numbers` counts the micro-batch's units.
     """
     evaluate_some(loop.equations, levels, units, env, numbers)
-    return [_read(env, value) for value in (*loop.rows, *loop.sums)]
-
-
-def evaluate_some(
-    equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
-) -> None:
-    """Evaluates equations for the rows of these units: adds their results to `env`."""
-    for equation in equations:
-        with faults.explained(equation):
-            values = [_read(env, value) for value in equation.ins]
-            if equation in known.bodies:
-                inside = _layers_of_rows if equation.name == "scan" else _branches_of_rows
-                results = inside(equation, known.bodies[equation], units, values, numbers)
-            elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
-                results = [partial.part_of(equation, units, values, numbers)]
-            elif known.kinds[equation] is Kind.PARTIAL:
-                results = [followed(equation, values)]
-            else:
-                results = of_rows(equation, units, values, numbers)
-            env.update(zip(equation.outs, results, strict=True))
-
-
-def _read(env: dict[Value, Any], value: Value) -> Any:
-    return value.array if isinstance(value, Number | Constant) and value not in env else env[value]
-
-
-def _layers_of_rows(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
-) -> Sequence[Any]:
-    """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
-    params = equation.single.params
-    consts, carried = compilers.sizes_of_scan(equation.single)
-    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
-    (body,) = bodies.each
-    for place in (place for place in range(carried) if bodies.parts[place]):
-        start[place] = start[place].astype(dtypes.wide(start[place].dtype))
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _inside(body, units, [*fixed, *carry, *x], numbers)
-        return outs[:carried], outs[carried:]
-
-    if any(map(compilers.varying_axes, values)):
-        after, _ = jax.eval_shape(step, start, [x[0] for x in xs])
-        start = [evaluation.varying_as([leaf], [kind])[0] for leaf, kind in zip(start, after, strict=True)]
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, start, xs, **options)
-    return [*carry, *ys]
-
-
-def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
-    """Evaluates an equation for the rows of one micro-batch."""
-    positional = known(equation.name).positional
-    if positional is not None and locality.is_positional(equation.view):
-        (made,) = equation.outs
-        places = units.places(numbers, made.aval.shape[axis_of(made)])
-        return [positional.at(equation.single, values, axis_of(made), places)]
-    some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
-    return resized.evaluate(equation.single, equation.double, some, values)
-
-
-def _branches_of_rows(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
-) -> Sequence[Any]:
-    """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
-    index, *operands = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    types = [value.aval for value in equation.outs]
-
-    def branch(body: Body) -> Any:
-        def run(*operands: Any) -> list[Any]:
-            results = _inside(body, units, operands, numbers)
-            triples = zip(results, bodies.parts, types, strict=True)
-            return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
-
-        return run
-
-    branches = list(map(branch, bodies.each))
-    if any(map(compilers.varying_axes, values)):
-        found = [jax.eval_shape(run, *operands) for run in branches]
-        branches = [_as_all(run, found) for run in branches]
-    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
-
-
-def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
-    """A branch whose results vary along the axes along which those of any branch do."""
-
-    def varied(*operands: Any) -> list[Any]:
-        results = run(*operands)
-        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *kinds, strict=True)]
-
-    return varied
-
-
-def _inside(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
-    env = dict(zip(body.program.inputs, values, strict=True))
-    evaluate_some(body.program.equations, body, units, env, numbers)
-    return [_read(env, value) for value in body.program.outputs]
+    return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
 
 # Loops over layers whose bodies take rows together
@@ -422,7 +233,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     body = compilers.opened(params["jaxpr"])[0]
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
-    wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
+    wide = shared.widened(list(fixed), [same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])

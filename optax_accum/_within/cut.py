@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers, dtypes, tracing
+from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
-from optax_accum._loss.backward import Backward, contribution
-from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
+from optax_accum._loss.backward import Adding, Backward, contribution
 from optax_accum._loss.parts import Parts
 from optax_accum._loss.weighing import ByShare
 from optax_accum._space.device import Device
@@ -25,18 +25,13 @@ from optax_accum._within import gradients, microbatches, reductions, weights
 from optax_accum._within.microbatches import Alive, Iteration, MicroBatches
 from optax_accum._within.rules import CallRules
 
-AGAIN = (
-    "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
-    "in place. Pass in_place=False to value_and_grad."
-)
-
 
 class Sums(NamedTuple):
     """The sums over the micro-batches of one device."""
 
     loss: jax.Array  # [], the sum of the micro-batches' contributions
     counted: Any  # the sum of the counts that their losses return, [], or () where counts are known
-    grads: Any  # the sum of their gradients: leaf by leaf, None while a reference holds it; in the end a tree
+    grads: Any  # the sum of their gradients: leaf by leaf; in the end a tree
     outputs: Any
     samples: Any  # of the meter
     weight: jax.Array | None = None  # [], in the end: this device's part of the weight of all micro-batches
@@ -56,42 +51,40 @@ class Cut:
     empty: Tree  # the accumulator before the first micro-batch
     kinds: Tree  # the reduction of each leaf's gradients
     static: bool  # whether the loop passes all micro-batches, run or not
-    inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
+    how: Adding | None = None  # how gradients are added inside the backward pass, if they are
     ending: Ending | None = None  # of the window, if the last backward pass adds gradients over the devices, too
     scale: float = 1.0  # of gradients until all are added
 
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up the micro-batches' contributions; returns the sums, and the last carry."""
-        refs, sums = self.start()
-        add = functools.partial(self.add, refs)
         in_order = self.micro_batches.in_order
-        sums, carry = in_order(add, sums, self.alive, static=self.static, last_apart=self.ending is not None)
-        return self.finish(refs, sums), carry
+        sums, carry = in_order(self.add, self.start(), self.alive, static=self.static, last_apart=bool(self.ending))
+        return self.finish(sums), carry
 
-    def start(self) -> tuple[gradients.Leaves, Sums]:
-        """References to which gradients are added in place, if any, and the sums before the first micro-batch."""
-        refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
+    def start(self) -> Sums:
+        """The sums before the first micro-batch."""
+        grads = gradients.start(self.empty, self.kinds)
 
         def scalar() -> Any:
             return jnp.zeros([], dtypes.default_float())
 
         samples = self.rules.meter.samples(gradients.added(self.params, self.kinds), scalar)
         loss = jnp.zeros([], dtypes.accumulator_dtype(self.loss_dtype, None))
-        return refs, Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
+        return Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
-    def add(self, refs: gradients.Leaves, sums: Sums, iteration: Iteration) -> tuple[Sums, Parts]:
+    def add(self, sums: Sums, iteration: Iteration) -> tuple[Sums, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
-            loss, backward, parts = self.contribution(iteration, refs)
+            loss, backward, parts = self.contribution(iteration)
         with jax.named_scope("optax_accum.add"):
-            grads, squares = gradients.add(refs, sums.grads, backward, self.kinds)
+            grads, squares = gradients.add(sums.grads, backward, self.kinds, self._adding(iteration.index))
             samples = self._sampled(sums.samples, backward, parts.loss, iteration.index, squares)
         weight = self.weighing.of_output(parts.loss, iteration.index, iteration.rows)
         outputs = self.outputs.add(sums.outputs, parts.aux, iteration.index, weight)
         counted = jax.tree.map(jnp.add, sums.counted, self.weighing.counted(parts.loss))
         return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
-    def finish(self, refs: gradients.Leaves, sums: Sums) -> Sums:
-        grads = gradients.finish(refs, sums.grads, self.empty)
+    def finish(self, sums: Sums) -> Sums:
+        grads = gradients.finish(sums.grads, self.empty)
         if self.scale != 1:
             grads = jax.tree.map(lambda leaf: leaf * jnp.asarray(1 / self.scale, leaf.dtype), grads)
         return sums._replace(
@@ -101,19 +94,21 @@ class Cut:
             weight=self.weighing.weight_of(sums.counted, self.device.count),
         )
 
-    def contribution(self, iteration: Iteration, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
-        """Differentiates one micro-batch; its gradient is added to the references, if there are any."""
-        index, call, inside = iteration.index, iteration.call, self.inside
+    def contribution(self, iteration: Iteration) -> tuple[jax.Array, Backward, Parts]:
+        """Differentiates one micro-batch."""
+        call = iteration.call
 
         def fun(params: Any) -> Any:
             return self.micro_batches.parts(call.with_values(call.params, params))
 
-        if inside and inside.factor is not None:
-            local = self.micro_batches.at(index, self.alive.local)
-            inside = dataclasses.replace(inside, factor=jnp.asarray(local, dtypes.default_float()))
-        if inside and self.ending and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.ending.finish, self.micro_batches.last_of(self.alive.local))
-        return contribution(fun, call[call.params], self.weighing, index, inside, self.scale)
+        return contribution(fun, call[call.params], self.weighing, iteration.index, self.scale)
+
+    def _adding(self, index: Index) -> Adding | None:
+        """How the gradient of a micro-batch is added; the last one's finishes the sums."""
+        is_last = isinstance(index, int) and index == self.micro_batches.split.last
+        if self.how and self.ending and is_last:
+            return dataclasses.replace(self.how, finish=self.ending.finish)
+        return self.how
 
     @property
     def params(self) -> tuple[Tree, ...]:
@@ -134,7 +129,8 @@ class Cut:
         if not meter.measures:
             return samples
         if squares:
-            by_group = meter.by_group(gradients.added(at_leaves(self.params, squares), self.kinds))
+            at_leaves = parted(self.params, is_inexact)[1](squares)
+            by_group = meter.by_group(gradients.added(at_leaves, self.kinds))
         else:
             by_group = meter.squares(gradients.added(backward.gradient(), self.kinds), like=samples.number)
         return meter.sample(samples, by_group, self.weighing.of_sample(loss, index) / self.scale**2, False)
@@ -165,15 +161,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     split, counted = micro_batches.split, weighing.counts_outputs
     scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, traced)
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
-    why_not = MAY_BE_AGAIN if again else None
-    squares = () if why_not else rules.meter.no_squares(params)
-    selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
-    # A micro-batch that runs and is not alive is left out where its gradient arises.
-    factor = jnp.ones([]) if selects else None
-    inside = added_inside(rules.in_place, params, empty, traced, weighing, squares, factor, why_not)
-    if inside or (rules.weight_fn is not None and not static):
-        micro_batches = micro_batches.undifferentiable(AGAIN)
-    inside_all = inside is not None and gradients.are_added(kinds)
+    how = Adding(rules.meter.no_squares(params)) if tracing.is_staged() else None
     return Cut(
         rules=rules,
         micro_batches=micro_batches,
@@ -185,8 +173,8 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
         empty=empty,
         kinds=kinds,
         static=static,
-        inside=inside,
-        ending=device.ending(empty, None if inside_all else "gradients that are added inside the backward pass"),
+        how=how,
+        ending=device.ending(empty, None if how and gradients.are_added(kinds) else "gradients that are all added"),
         scale=scale,
     )
 

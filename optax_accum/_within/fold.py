@@ -48,13 +48,13 @@ def folded(
     sampled: Sampled = NOTHING,
 ) -> tuple[list[jax.Array], Any]:
     """Runs `part(index, rows of xs)` for each micro-batch; returns its results, joined, and the samples."""
-
     if not tracing.is_staged():
         return _eagerly(part, xs, count, results, sampled)
     samples, sample = sampled
     program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
-    for place, (kind, result) in enumerate(zip(program.out_avals, results, strict=True)):
+    kinds: list[Any] = list(program.out_avals)
+    for place, (kind, result) in enumerate(zip(kinds, results, strict=True)):
         if result.joins is not None:
             leaf = meshes.filled([], kind, partial.NOTHING[result.joins](kind.dtype), result.dtype)
         else:
@@ -96,7 +96,7 @@ def _empty(count: int, row: Any, xs: list[jax.Array], place: int) -> jax.Array:
     if xs and xs[-1].size and compilers.explicit_sharding(xs[-1]) is None:  # else it would be on one device alone
         last = xs[-1].ravel()[0].real
         number = jnp.where(last > 0, place, place + 0.5) if last.dtype != bool else jnp.where(last, place, place + 0.5)
-        number = number if compilers.varying_axes(number) <= compilers.varying_axes(row) else 0
+        number = number if evaluation.varies_no_more(number, row) else 0
     return meshes.filled([count], row, number)
 
 

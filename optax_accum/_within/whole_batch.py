@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes
+from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
@@ -22,10 +22,11 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
-from optax_accum._within.by_level import axis_of, sum_of
-from optax_accum._within.fold import NOTHING, Result, Sampled
+from optax_accum._within.fold import NOTHING, Result
+from optax_accum._within.measured import measured, rows_of, sum_of
 from optax_accum._within.rules import CallRules
 from optax_accum._within.separate import UnreadableError
+from optax_accum._within.store import axis_of, has_own_rows
 from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
@@ -84,9 +85,8 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    if collectives := device.collectives(program.traced):
-        loss = trace_call(_called(fun), call, rules.sizes, call.params, over)
-        raise UnreadableError(loss, collectives, device, rules.returns)
+    if device.collectives(program.traced):  # the loss's own; or its gradient's, by what differs between devices
+        return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
     device.check_axes(program.traced.program.out_avals[:outputs])
@@ -95,7 +95,9 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     return _of_gradient(rules, device, program)
 
 
-def traced_gradient(rules: CallRules, call: Call, device: Device, *, joins_all: bool = False) -> TracedCall:
+def traced_gradient(
+    rules: CallRules, call: Call, device: Device | None = None, *, joins_all: bool = False
+) -> TracedCall:
     """The program that computes the value and the gradient of the whole batch; see `trace_call` and `levels_of`."""
     gradient = functools.partial(_gradient, rules, _of_one_number(rules))
     return trace_call(
@@ -139,25 +141,25 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     asked = {value: Result("sum", kind) for value, kind in zip(gradient, kinds, strict=True)}
     sampled, ending = NOTHING, None
     if rules.meter.measures:
-        asked, sampled = _measured(rules, program, gradient, asked)
-    empty = _with_zeros(
+        asked, sampled = measured(rules.meter, program, gradient, asked)
+    empty = dtypes.gradients_like(
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
     ending = device.ending(empty, None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS)
+    ends: dict[Value, Finish] = {}
     if ending is not None:
         finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
-        asked = {v: dataclasses.replace(one, finish=end) for (v, one), end in zip(asked.items(), finish, strict=True)}
+        ends = dict(zip(gradient, finish, strict=True))
+        asked |= {value: dataclasses.replace(asked[value], finish=end) for value, end in ends.items()}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
     parts = [store.part(value).astype(asked[value].dtype) for value in gradient]
     if ending is not None:  # what takes no rows has no loop to be finished in
-        parts = [
-            part if value in store.sums else asked[value].finish(part)
-            for part, value in zip(parts, gradient, strict=True)
-        ]
-    grads = _with_zeros(params, parts)
+        pairs = zip(parts, gradient, strict=True)
+        parts = [part if value in store.sums else ends[value](part) for part, value in pairs]
+    grads = dtypes.gradients_like(params, parts)
     local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
-    weight = jnp.asarray(_rows_of(program) / program.units.devices, dtypes.default_float())
+    weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
 
 
@@ -169,55 +171,6 @@ def _is_of_one_loop(program: TracedCall, gradient: Sequence[Value]) -> bool:
     """Whether each gradient that depends on rows is a sum of one loop, the same for all."""
     found = {value for value in gradient if sum_of(value, program.levels) is not None}
     return any(found <= loop.sums.keys() for loop in program.levels.loops)
-
-
-def _rows_of(program: TracedCall) -> int:
-    """The rows of all devices."""
-    units = program.units
-    return units.number * units.block * units.devices
-
-
-def _measured(
-    rules: CallRules, program: TracedCall, gradient: Sequence[Value], asked: dict[Value, Result]
-) -> tuple[dict[Value, Result], Sampled]:
-    """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
-    params, units, meter = program.call[program.call.params], program.units, rules.meter
-    if units.devices * units.parts == 1:
-        meter.warn_of_one_sample()
-    found = [sum_of(value, program.levels) for value in gradient]
-    sums = [value for value in found if value is not None]
-    if not any(set(sums) <= loop.sums.keys() for loop in program.levels.loops):
-        meter.refuse(
-            "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have "
-            "no gradients of their own. Leave statistics out."
-        )
-    squares = meter.no_squares(params)
-    asked = dict(asked)
-    for value, square, of in zip(found, squares, gradient, strict=True):
-        if value is not None:
-            asked[value] = dataclasses.replace(asked.get(value, asked[of]), square=square)
-
-    def sample(samples: Any, parts: list[Any], index: Any) -> Any:
-        """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
-        rest = iter(parts)
-        each = [next(rest) if value is not None else square for value, square in zip(found, squares, strict=True)]
-        weight = jnp.sum(units.of_part(index) < units.number) * units.block
-        weight = weight.astype(dtypes.default_float())
-        each = [square * (_rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
-        return meter.sample(samples, meter.by_group(_at_leaves(params, each)), weight, False)
-
-    def scalar() -> jax.Array:
-        return program.device.vary(jnp.zeros([], dtypes.default_float()))
-
-    return asked, (meter.samples(params, scalar), sample)
-
-
-def _with_zeros(params: Tree, grads: Sequence[Any]) -> Tree:
-    """The tree of gradients: those of integers are zeros of a type of their own."""
-    rest = iter(grads)
-    return jax.tree.map(
-        lambda leaf: next(rest) if is_inexact(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0), params
-    )
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
@@ -293,11 +246,6 @@ def _widened(grad: Any, named: Any) -> Any:
     return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
 
 
-def _at_leaves(params: Tree, leaves: Sequence[Any]) -> Tree:
-    """Replaces each parameter that has a gradient by its entry of `leaves`."""
-    return parted(params, is_inexact)[1](leaves)
-
-
 def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
     """Splits outputs: one device's own, and the ones that all have alike; None stands for the others."""
     leaves, treedef = jax.tree.flatten(outputs)
@@ -307,7 +255,7 @@ def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree
     mine: list[Any] = [None] * len(leaves)
     same: list[Any] = [None] * len(leaves)
     for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
-        if by_level.has_own_rows(value):
+        if has_own_rows(value):
             mine[place] = Along(jnp.moveaxis(leaf, axis_of(value), 0), axis_of(value))
         elif device.one_batch:
             same[place] = device.same(leaf)

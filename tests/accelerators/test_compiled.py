@@ -118,17 +118,17 @@ def test_a_policy_costs_no_memory(nonfinite):
 
 @needs_references
 def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
-    """Nothing fuses with references, so a select would read and write the whole sum in every micro-step."""
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 8)
+    """A select would read and write the whole sum in every micro-step. With "skip" the sum is selected as it is added."""
     select = re.compile(r"f32\[256,256\] = (?:select_n|jit\[name=_where)")
 
-    def traced(in_place):
+    def traced(nonfinite):
         loss = lambda params, x: jnp.mean((x @ params["layer0"]["w"]) ** 2)
-        step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 8, nonfinite=nonfinite)
+        step = optax_accum.value_and_apply_gradients(loss, tx)
         return str(jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), jnp.ones((2, 256))))
 
-    assert not select.search(traced(True))
-    assert select.search(traced(False))
+    assert not select.search(traced("propagate"))
+    assert select.search(traced("skip"))
 
 
 @pytest.mark.sweep

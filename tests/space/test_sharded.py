@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
-from optax_accum._core import compilers
 from optax_accum._space import mapped, meshes
 from tests import programs
 from tests.tiers import sweep
@@ -742,7 +741,7 @@ def test_outside_jit_over_axes_of_two_kinds():
 ONE = [(kinds, None) for kinds in ("Auto+Auto", "Explicit+Explicit", *(kinds for kinds, _ in MIXED))]
 
 
-OVER_ONE = [*ONE, *((kinds, True) for kinds in ("Auto+Auto", "Explicit+Explicit") if compilers.OVERLAPS)]
+OVER_ONE = [*ONE, *((kinds, True) for kinds in ("Auto+Auto", "Explicit+Explicit"))]
 
 
 @pytest.mark.sweep
@@ -797,7 +796,7 @@ def test_inside_a_shard_map_a_loss_of_own_rows_needs_devices(data_mesh):
     close(jax.jit(jax.shard_map(run, **everywhere))(params, batch), jax.value_and_grad(whole)(params, batch))
 
 
-@pytest.mark.parametrize("overlap", [False, True][: 1 + compilers.OVERLAPS])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_loss_that_communicates_runs_micro_batch_by_micro_batch(data_mesh, overlap):
     """Also where the last micro-batch's gradient is added over the devices in its backward pass."""
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))

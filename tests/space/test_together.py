@@ -82,10 +82,8 @@ WAYS = {
     "a carry": (with_a_carry, loss, WEIGHED),
     "accumulate": (accumulated, loss, WEIGHED),
     "across": (across, loss, WEIGHED),
-    "across, not in place": (across, loss, {**WEIGHED, "in_place": False}),
     "across, a Ratio": (across, counted, {}),
     "across, a Ratio of NaN": (across, counted_or_nan, {}),
-    "across, a Ratio of NaN, not in place": (across, counted_or_nan, {"in_place": False}),
 }
 
 
@@ -120,7 +118,7 @@ def test_nor_does_it_where_the_loss_permutes_over_another_axis_in_a_shard_map():
     permuting = lambda w, batch: jax.lax.psum(mean(around(w), batch), "tp")
     mesh = mesh_of(2, 2)
     run = jax.shard_map(
-        functools.partial(across, permuting, {**WEIGHED, "in_place": False}),
+        functools.partial(across, permuting, WEIGHED),
         mesh=mesh,
         in_specs=(P(None, "tp"), P("data")),
         out_specs=P(None, "tp"),

@@ -162,7 +162,7 @@ def test_over_calls(mesh, kind, formed):
         plain, fun = fun, lambda params, rows: plain(jax.tree.map(same, params), rows)
     policy = {"nonfinite": "skip"} if how == "looked at first" else {}
     tx = optax_accum.accumulate_gradients(told(), 2, devices="data", **policy)
-    options = {"in_place": False if how == "written" else None, "weight_fn": count if form == "mean" else None}
+    options = {"weight_fn": count if form == "mean" else None}
     now, state = micro_steps(mesh, fun, tx, rows, params, **options)
     check((now, state.inner_opt_state[1]), (updated, value))
 
@@ -202,7 +202,7 @@ def test_what_takes_nothing_adds_no_number(mesh):
     tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     collectives = []
     for fun in (alone, mean_of("statistics")):
-        step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx, weight_fn=count, in_place=False))
+        step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx, weight_fn=count))
         now = place(mesh, params, P())
         program = step.lower(now, tx.init(now), place(mesh, micro_batch(rows, 0), P("data"))).compile()
         collectives.append(len(optax_accum.sharding.count_collectives(program).operations))

@@ -1,0 +1,115 @@
+"""Where the results of a traced program are added to sums: each at the terms of which it is made.
+
+A term may be a part that zeros fill up, rows that are scattered over zeros, or what a loop over layers stacks, or adds
+to what it carries: these are added where they arise, without the zeros and without the stack.
+"""
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from optax_accum._core import compilers, dtypes
+
+
+class Terms:
+    """The terms of a program's results.
+
+    Attributes:
+      of: for each variable, the results to whose sums it is added.
+      passed: the ids of equations that only add or cast terms: they are not evaluated.
+      inside: results of equations that are added inside these, each as (id of the equation, place).
+      begun: the results whose sum has begun with an input, which is not added again.
+    """
+
+    def __init__(self, jaxpr: Any, measured: Mapping[int, bool], begun: Mapping[Any, int]):
+        """Takes which results have sums, and whether they are measured; and inputs with which a sum may have begun."""
+        self.uses = collections.Counter(atom for e in jaxpr.eqns for atom in e.invars if isinstance(atom, core.Var))
+        self.uses.update(atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
+        self.zeros = {equation.outvars[0] for equation in jaxpr.eqns if _makes_zeros(equation)}
+        self.of: dict[Any, list[int]] = {}
+        self.passed: set[int] = set()
+        self.inside: set[tuple[int, int]] = set()
+        for place in measured:
+            if isinstance(jaxpr.outvars[place], core.Var):
+                self.of.setdefault(jaxpr.outvars[place], []).append(place)
+        for equation in reversed(jaxpr.eqns):
+            for at, var in enumerate(equation.outvars):
+                if len(self.of.get(var, ())) == 1 and self.uses[var] == 1:
+                    self._open(equation, at, measured[self.of[var][0]])
+        self.begun = {place for var, place in begun.items() if self.of.get(var) == [place] and self.uses[var] == 1}
+        self.of = {var: places for var, places in self.of.items() if begun.get(var) not in self.begun}
+
+    def _open(self, equation: Any, at: int, is_measured: bool) -> None:
+        """Goes on to the terms of a result, if it is a sum of some or one that may be added inside an equation."""
+        (place,) = self.of[equation.outvars[at]]
+        is_sum = equation.primitive.name in ("add", "add_any") and not is_measured and _adds_alike(equation)
+        if is_sum or _only_widens(equation):
+            del self.of[equation.outvars[0]]
+            for atom in equation.invars:
+                self.of.setdefault(atom, []).append(place)
+            self.passed.add(id(equation))
+        elif self._adds_inside(equation, at, is_measured):
+            self.inside.add((id(equation), at))
+
+    def _adds_inside(self, equation: Any, at: int, is_measured: bool) -> bool:
+        name, params = equation.primitive.name, equation.params
+        if name == "scan" and params["length"]:
+            is_stacked = at >= compilers.sizes_of_scan(equation)[1]
+            return is_stacked or (not is_measured and _only_adds(equation, at))
+        if is_measured:
+            return False
+        if name in ("scatter-add", "dynamic_update_slice"):
+            return equation.invars[0] in self.zeros
+        if name == "pad":
+            within = (low >= 0 and high >= 0 and not inner for low, high, inner in padding(equation))
+            return _is_zero(equation.invars[1]) and all(within)
+        return False
+
+
+def is_one(jaxpr: Any, place: int) -> bool:
+    """Whether a result is added at one place, as a whole or slice by slice: then its square is the sum of theirs."""
+    found = Terms(jaxpr, {place: False}, {})
+    inside = [(e, at) for e in jaxpr.eqns for at in range(len(e.outvars)) if (id(e), at) in found.inside]
+    are_slices = all(e.primitive.name == "scan" and at >= compilers.sizes_of_scan(e)[1] for e, at in inside)
+    return len(found.of) <= 1 and are_slices
+
+
+def padding(equation: Any) -> list[tuple[int, int, int]]:
+    """What a `pad` puts before, behind and between the entries of each axis."""
+    return [(int(low), int(high), int(inner)) for low, high, inner in equation.params["padding_config"]]
+
+
+def _only_adds(scan: Any, at: int) -> bool:
+    """Whether a loop only adds to what it carries at a place."""
+    body, begins = compilers.opened(scan.params["jaxpr"])[0], compilers.sizes_of_scan(scan)[0] + at
+    return at in Terms(body, {at: False}, {body.invars[begins]: at}).begun
+
+
+def _makes_zeros(equation: Any) -> bool:
+    return equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, core.Literal) and not np.any(atom.val)
+
+
+def _only_widens(equation: Any) -> bool:
+    """Whether an equation casts floats to a wider dtype, as adding them to a sum does."""
+    if equation.primitive.name != "convert_element_type" or not isinstance(equation.invars[0], core.Var):
+        return False
+    before, after = _dtype(equation.invars[0]), _dtype(equation.outvars[0])
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (before, after))
+    return floats and dtypes.holds(after, before)
+
+
+def _adds_alike(equation: Any) -> bool:
+    kinds = {(atom.aval.shape, _dtype(atom)) for atom in (*equation.invars, *equation.outvars)}
+    return len(kinds) == 1 and all(isinstance(atom, core.Var) for atom in equation.invars)
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype

@@ -1,0 +1,217 @@
+"""What kind each equation of a program of rows is, and after which loops it can run."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from optax_accum._core.dtypes import is_narrow
+from optax_accum._core.equations import is_cast_down
+from optax_accum._rows import derivatives, layers, locality, moving
+from optax_accum._rows.levels import ONCE, Bodies, Kind
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.registry import known
+
+FOLLOWS = frozenset(
+    [
+        "add",
+        "add_any",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "div",
+        "dynamic_update_slice",
+        "mul",
+        "neg",
+        "pad",
+        "reduce_precision",
+        "reduce_sum",
+        "reshape",
+        "squeeze",
+        "sub",
+        "transpose",
+    ]
+)
+_LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
+_AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
+
+
+class Division:
+    """The kind and the level of each equation of a program.
+
+    The level of a value is the number of loops that must be over before it can be made. The batch alone decides values
+    of level 0, whatever takes its rows together: that runs once, before the first loop.
+    """
+
+    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, joins_all: bool):
+        self.joins_all = joins_all
+        self.program, self.equations = program, _needed(program)
+        self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
+        self.moving = set(self.model) if moves else set()
+        self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
+        self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
+        for equation in self.equations:
+            for value in equation.ins:
+                self.used_by.setdefault(value, []).append(equation)
+        self.kinds: dict[Equation, Kind] = {}
+        self.level: dict[Value, int] = {}
+        self.at: dict[Equation, int] = {}
+        self.made: dict[Value, Equation] = {}  # values that loops make
+        self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
+        self.parts: dict[Value, str] = {}  # values of which each micro-batch of a loop gives a part, and how they join
+        self.bodies: dict[Equation, Bodies] = {}
+        self.zeros = layers.Zeros()
+        for equation in self.equations:
+            self._read(equation)
+            self.zeros.read(equation)
+
+    def _read(self, equation: Equation) -> None:
+        if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
+            self.rowless.update(equation.outs)
+        moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
+        self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
+        kind = self.kinds[equation] = self._kind(equation)
+        at = max((self.level.get(value, 0) for value in equation.ins), default=0)
+        in_loop = not self.model.isdisjoint(equation.ins)
+        if in_loop:
+            self.model.update(equation.outs)
+            waits = any(self.is_of_loops(value) for value in equation.ins)
+            once = kind is Kind.WHOLE or (kind in ONCE and not self.same.isdisjoint(equation.ins))
+            at += (kind is Kind.PARTIAL and not self._follows(equation)) or (once and waits)
+        self.at[equation] = at
+        self.level.update(dict.fromkeys(equation.outs, at))
+        if kind is Kind.LOCAL:
+            self.made.update(dict.fromkeys(equation.outs, equation))
+            if equation.view.has_rows:
+                self.same.update(value for value in equation.outs if value.axis is None)
+        if equation in self.bodies:
+            sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].parts, strict=True) if is_part]
+            self.same.difference_update(sums)
+            self.parts.update(dict.fromkeys(sums, "sum"))
+            self.level.update(dict.fromkeys(sums, at + 1))
+        if kind is Kind.PARTIAL and in_loop:
+            self.made.update(dict.fromkeys(equation.outs, equation))
+            joins = "sum" if self._follows(equation) else known(equation.name).partial.joins
+            self.parts.update(dict.fromkeys(equation.outs, joins))
+
+    def is_of_loops(self, value: Value) -> bool:
+        """Whether a value is there when a loop is over, and not before."""
+        return value in self.made and value in self.model and (value.axis is not None or value in self.same)
+
+    def _follows(self, equation: Equation) -> bool:
+        return not self.parts.keys().isdisjoint(equation.ins)
+
+    def _kind(self, equation: Equation) -> Kind:
+        """A table: what an equation takes and makes, and what a rule proves."""
+        if self._joins(equation):
+            return Kind.PARTIAL
+        view = equation.view._replace(moves=[value in self.moving for value in equation.ins])
+        if equation.name in locality.NESTED:  # a result that nobody uses may be anything; one without rows takes none
+            pairs = zip(view.outs, equation.outs, strict=True)
+            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by and axis is not None])
+        if view.has_rows:
+            if locality.is_local(view) and not equation.differs:
+                return Kind.LOCAL
+            if self._is_partial(equation):
+                return Kind.PARTIAL
+            return Kind.LOCAL if self._has_body(equation) else Kind.WHOLE
+        if view.makes_rows:
+            is_made_again = locality.is_alike(view) or locality.is_positional(view)
+            return Kind.LOCAL if is_made_again and not equation.differs else Kind.MADE
+        return Kind.LOCAL if self._is_narrow(equation) or self._is_layout(equation) else Kind.FREE
+
+    def _joins(self, equation: Equation) -> bool:
+        """Whether an equation that follows sums linearly is done to their parts: a transpose, or a sum of two."""
+        if equation.name not in FOLLOWS or not self._follows(equation):
+            return False
+        if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
+            return False
+        taken = [value for value in dict.fromkeys(equation.ins) if value in self.parts]
+        level = self.level[taken[0]]
+        others = [value for value in equation.ins if value not in self.parts and value not in self.zeros]
+        alone = all(self.parts[v] == "sum" and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
+        known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
+        is_of_two = equation.name in ("add", "add_any") or self.joins_all
+        from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two
+        is_output = not set(taken).isdisjoint(self.program.outputs)
+        more = any(map(self.adds_to_more, (self.made[value] for value in taken)))
+        if (
+            not alone
+            or is_output
+            or not known_before
+            or from_layers
+            or more
+            or not self.moving.isdisjoint(equation.ins)
+        ):
+            return False
+        return layers.follows(equation, set(taken), self.zeros)
+
+    def adds_to_more(self, equation: Equation) -> bool:
+        """Whether a scatter adds rows to something else than zeros."""
+        return equation.name.startswith("scatter") and equation.ins[0] not in self.zeros
+
+    def _has_body(self, equation: Equation) -> bool:
+        """Whether an equation is a loop over layers, or a branch, that treats rows one by one, and adds over them."""
+        if not self.moving.isdisjoint(equation.ins) or self.model.isdisjoint(equation.ins):
+            return False
+        bodies = layers.bodies_of(equation, self.zeros)
+        if bodies is None:
+            return False
+        self.bodies[equation] = bodies
+        return True
+
+    def _is_partial(self, equation: Equation) -> bool:
+        if equation.differs or not locality.is_partial(equation.view):
+            return False
+        return not (self._shares_ties(equation) or self._adds_to_made(equation))
+
+    def _is_layout(self, equation: Equation) -> bool:
+        """Whether an equation only writes parameters in another order, or a number: loops do it where they need it."""
+        if equation.name == "broadcast_in_dim" and all(isinstance(value, Number) for value in equation.ins):
+            return True  # zeros, for a sum to begin with
+        of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)
+        return of_params and equation.name in _LAYOUT and self.moving.isdisjoint(equation.ins)
+
+    def _is_narrow(self, equation: Equation) -> bool:
+        """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
+        if self.moving.isdisjoint(equation.ins) or not equation.outs or derivatives.has_backward(equation):
+            return False
+        if not (equation.view.has_same_sizes and self.rowless.issuperset(equation.outs)):
+            return False  # narrow, but of rows: a mean, say, is there once, when its loop is over
+        begins = is_cast_down(equation.single)
+        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
+        return begins or goes_on
+
+    def _shares_ties(self, equation: Equation) -> bool:
+        """Whether an extreme is compared with the rows, as its gradient is, which the rows that attain it share.
+
+        Made again in another loop, no row need be equal to it. So all rows are kept, and the extreme is taken of these.
+        """
+        if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
+            return False
+        result = equation.outs[0]
+        if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
+            return False
+        if result in self.moving:
+            uses = self.used_by.get(result, [])
+            return result in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+        todo = [result]
+        while todo:
+            uses = self.used_by.get(todo.pop(), [])
+            if any(use.name == "eq" for use in uses):
+                return True
+            todo += [value for use in uses if use.name in _AS_IT_IS for value in use.outs]
+        return False
+
+    def _adds_to_made(self, equation: Equation) -> bool:
+        """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""
+        return equation.name.startswith("scatter") and equation.ins[0] in self.made and self.adds_to_more(equation)
+
+
+def _needed(program: Program) -> list[Equation]:
+    """The equations that outputs need, and those that have effects, in order."""
+    wanted = set(program.outputs)
+    needed: list[Equation] = []
+    for equation in reversed(program.equations):
+        if equation.single.effects or not wanted.isdisjoint(equation.outs):
+            needed.append(equation)
+            wanted.update(equation.ins)
+    return needed[::-1]

@@ -1,0 +1,87 @@
+"""Which sums of a program are gradients, and the squares of what each micro-batch adds to them, for statistics."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import dtypes
+from optax_accum._core.leaves import is_inexact, parted
+from optax_accum._loss.meter import Meter
+from optax_accum._rows.levels import Levels
+from optax_accum._rows.program import Equation, Value
+from optax_accum._within.fold import Result, Sampled
+from optax_accum._within.traced_call import TracedCall
+
+
+def sum_of(value: Value, levels: Levels) -> Value | None:
+    """The sum of a loop from which a value is made linearly, as a gradient with decay; None if it takes no sum."""
+    made = {each: equation for equation in levels.program.equations for each in equation.outs}
+    sums = {each for loop in levels.loops for each in loop.sums}
+    while value not in sums:
+        equation = made.get(value)
+        taken = [each for each in equation.ins if _takes(each, made, sums)] if equation else []
+        if equation is None or len(taken) != 1 or len(equation.outs) != 1:
+            return value if taken else None
+        (value,) = taken
+    return value
+
+
+def _takes(value: Value, made: dict[Value, Equation], sums: set[Value]) -> bool:
+    """Whether a value takes a sum of a loop."""
+    todo, seen = [value], set()
+    while todo:
+        value = todo.pop()
+        if value in sums:
+            return True
+        if value in made and value not in seen:
+            seen.add(value)
+            todo += made[value].ins
+    return False
+
+
+def rows_of(program: TracedCall) -> int:
+    """The rows of all devices."""
+    units = program.units
+    return units.number * units.block * units.devices
+
+
+def measured(
+    meter: Meter, program: TracedCall, gradient: Sequence[Value], asked: dict[Value, Result]
+) -> tuple[dict[Value, Result], Sampled]:
+    """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
+    params, units = program.call[program.call.params], program.units
+    if units.devices * units.parts == 1:
+        meter.warn_of_one_sample()
+    found = [sum_of(value, program.levels) for value in gradient]
+    sums = [value for value in found if value is not None]
+    loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
+    if not loops:
+        meter.refuse(
+            "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have "
+            "no gradients of their own. Leave statistics out."
+        )
+    squares = meter.no_squares(params)
+    asked = dict(asked)
+    for value, square, of in zip(found, squares, gradient, strict=True):
+        if value is not None:
+            asked[value] = dataclasses.replace(asked.get(value, asked[of]), square=square)
+
+    order = [value for loop in loops[:1] for value in loop.sums if value in sums]
+
+    def sample(samples: Any, parts: list[Any], index: Any) -> Any:
+        """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
+        by_sum = dict(zip(order, parts, strict=True))
+        pairs = zip(found, squares, strict=True)
+        each = [square if value is None else by_sum[value] for value, square in pairs]
+        weight = jnp.sum(units.of_part(index) < units.number) * units.block
+        weight = weight.astype(dtypes.default_float())
+        each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
+        return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)
+
+    def scalar() -> jax.Array:
+        return program.device.vary(jnp.zeros([], dtypes.default_float()))
+
+    return asked, (meter.samples(params, scalar), sample)

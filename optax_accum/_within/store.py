@@ -1,0 +1,81 @@
+"""The values of a program of rows that are known so far: whole, as micro-batches, or as parts of sums over devices."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_accum._core import compilers
+from optax_accum._rows.program import Constant, Number, Value
+from optax_accum._rows.traces import COUPLED
+from optax_accum._rows.units import Units
+from optax_accum._space import meshes
+from optax_accum._space.device import Device
+from optax_accum._within import shared
+from optax_accum._within.fold import NOTHING, Result, Sampled
+
+
+@dataclasses.dataclass
+class Store:
+    """The values of a program that are known: whole, or as micro-batches [k, ...] as a loop has left them.
+
+    Each of several devices has its own rows; all other values are the same on all.
+    """
+
+    units: Units
+    device: Device
+    values: dict[Value, Any]
+    parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
+    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
+    asked: Mapping[Value, Result] = dataclasses.field(default_factory=dict)  # what becomes of some sums
+    sampled: Sampled = NOTHING  # what is measured of them
+    samples: Any = ()
+
+    def whole(self, value: Value) -> Any:
+        if isinstance(value, Constant | Number):
+            return value.array
+        if value not in self.values and value in self.sums:
+            self.values[value] = self.device.joined("sum", self.sums[value]).astype(value.aval.dtype)
+        if value not in self.values and value.axis is None:
+            self.values[value] = self.parts[value][0]  # the same for each micro-batch
+        if value not in self.values:
+            parts = meshes.cuttable(self.parts[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
+            joined = self.units.joined(parts, axis_of(value))
+            self.values[value] = compilers.sharded_as(value.aval, joined)
+        return self.values[value]
+
+    def part(self, value: Value) -> Any:
+        """The part that this device has of a value that is a sum over devices; its dtype may be wider."""
+        return self.sums[value] if value in self.sums else self.device.part(self.whole(value))
+
+    def shared(self, value: Value) -> Any:
+        """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
+        if value not in self.passed:
+            (self.passed[value],) = shared.widened([self.whole(value)], [same])
+        return self.passed[value]
+
+    def cuttable(self, value: Value) -> Any:
+        """The value for all rows, as Explicit axes let it be cut."""
+        units = self.units
+        return meshes.cuttable(jnp.asarray(self.whole(value)), 1 if units.fills else units.size, axis_of(value))
+
+    def cut(self, value: Value) -> Any:
+        if value not in self.parts:
+            self.parts[value] = self.units.cut(self.cuttable(value), axis_of(value))
+        return self.parts[value]
+
+
+def axis_of(value: Value) -> int:
+    assert value.axis is not None
+    return value.axis
+
+
+def has_own_rows(value: Value) -> bool:
+    """Whether each device has its own rows of a value; not where rows are along two axes."""
+    return value.axis not in (None, COUPLED)
+
+
+def same(leaf: Any) -> Any:
+    return leaf
