@@ -21,7 +21,8 @@ class Terms:
     Attributes:
       of: for each variable, the results to whose sums it is added.
       passed: the ids of equations that only add or cast terms: they are not evaluated.
-      inside: results of equations that are added inside these, each as (id of the equation, place).
+      inside: results of equations that are added inside these, each as (id of the equation, place); of the terms of
+        one sum that an equation makes, one.
       begun: the results whose sum has begun with an input, which is not added again.
     """
 
@@ -33,6 +34,7 @@ class Terms:
         self.of: dict[Any, list[int]] = {}
         self.passed: set[int] = set()
         self.inside: set[tuple[int, int]] = set()
+        self.sums_inside: set[tuple[int, int]] = set()  # (id of the equation, result)
         for place in measured:
             if isinstance(jaxpr.outvars[place], core.Var):
                 self.of.setdefault(jaxpr.outvars[place], []).append(place)
@@ -52,8 +54,9 @@ class Terms:
             for atom in equation.invars:
                 self.of.setdefault(atom, []).append(place)
             self.passed.add(id(equation))
-        elif self._adds_inside(equation, at, is_measured):
+        elif (id(equation), place) not in self.sums_inside and self._adds_inside(equation, at, is_measured):
             self.inside.add((id(equation), at))
+            self.sums_inside.add((id(equation), place))
 
     def _adds_inside(self, equation: Any, at: int, is_measured: bool) -> bool:
         name, params = equation.primitive.name, equation.params

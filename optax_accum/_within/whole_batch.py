@@ -138,7 +138,10 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     results = program.levels.program.outputs
     count = len(results) - len(kinds)
     outputs, gradient = results[:count], results[count:]
-    asked = {value: Result("sum", kind) for value, kind in zip(gradient, kinds, strict=True)}
+    asked: dict[Value, Result] = {}
+    for value, kind in zip(gradient, kinds, strict=True):  # one that several parameters have is added once
+        before = asked.get(value)
+        asked[value] = Result("sum", jnp.promote_types(before.dtype, kind) if before else kind)
     sampled, ending = NOTHING, None
     if rules.meter.measures:
         asked, sampled = measured(rules.meter, program, gradient, asked)
@@ -153,7 +156,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
         asked |= {value: dataclasses.replace(asked[value], finish=end) for value, end in ends.items()}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
-    parts = [store.part(value).astype(asked[value].dtype) for value in gradient]
+    parts = [store.part(value).astype(kind) for value, kind in zip(gradient, kinds, strict=True)]
     if ending is not None:  # what takes no rows has no loop to be finished in
         pairs = zip(parts, gradient, strict=True)
         parts = [part if value in store.sums else ends[value](part) for part, value in pairs]

@@ -249,12 +249,24 @@ def test_a_prefix_of_accumulator_dtypes(named, expected, returned):
 
 def test_accumulators_that_stall_are_those_that_were_named():
     """512 times 5.12, of which a bfloat16 sum loses a tenth and more."""
-    loss = lambda tree, x: jnp.mean(jnp.square((tree["narrow"] + tree["wide"]).astype(jnp.float32) * x))
-    params = {"narrow": jnp.bfloat16(0.5), "wide": jnp.bfloat16(0.5)}
+    loss = lambda tree, x: sum(jnp.mean((leaf.astype(jnp.float32) * x) ** 2) for leaf in tree.values())
+    params = {"narrow": jnp.bfloat16(1), "wide": jnp.bfloat16(1)}
     options = {"num_microbatches": 512, "accumulator_dtype": {"narrow": jnp.bfloat16, "wide": None}}
     _, grads = jax.jit(optax_accum.value_and_grad(loss, **options))(params, jnp.full(512, 1.6))
     assert grads["wide"] == 5.125  # 5.12 in bfloat16
     assert abs(float(grads["narrow"]) / 5.12 - 1) > 0.1
+
+
+@pytest.mark.parametrize("narrow", ["a", "b"])
+def test_of_parameters_with_one_gradient_none_is_added_in_the_dtype_of_another(narrow):
+    """It is added once, in the widest: of two dtypes, that of the last leaf was taken."""
+    loss = lambda tree, x: jnp.mean(jnp.square((tree["a"] + tree["b"]) * x))
+    options = {"num_microbatches": 512, "accumulator_dtype": {"a": None, "b": None, narrow: jnp.bfloat16}}
+    params = {"a": jnp.float32(0.5), "b": jnp.float32(0.5)}
+    _, grads = jax.jit(optax_accum.value_and_grad(loss, **options))(params, jnp.full(512, 1.6))
+    wide = grads["b" if narrow == "a" else "a"]
+    assert (wide.dtype, grads[narrow].dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(wide, 2 * 1.6**2, rtol=1e-5)
 
 
 def test_several_arguments_have_dtypes_of_their_own():
