@@ -154,6 +154,13 @@ QUIRKS = (
         test="core/test_convolutions.py::test_in_a_loop_xla_still_leaves_a_gradient_of_a_convolution_as_it_is",
     ),
     Quirk(
+        "as_written",
+        "On a CPU, XLA compiles a float32 product of bfloat16 arrays that is transposed, and cannot run it",
+        "a barrier behind the product",
+        'JAX 0.7.2 to 0.12, AMD EPYC: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"',
+        test="rows/test_primitives.py::test_xla_still_runs_no_transposed_product_of_bfloat16_arrays",
+    ),
+    Quirk(
         "_space.collectives.scatter_stages",
         "On a square of TPU chips (4x4, 8x8), a reduce-scatter becomes an all-reduce and a slice",
         "two reduce-scatters, each over at most eight chips",

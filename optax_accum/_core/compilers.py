@@ -52,6 +52,13 @@ def _(size: int, batched: list[Tree], tree: Tree) -> tuple[Tree, Tree]:
     return tree, batched[0]  # a branch becomes a select, which would read the leaves once more
 
 
+def as_written(product: jax.Array, *operands: Any) -> jax.Array:
+    """On a CPU, keeps XLA from transposing a float32 product of bfloat16 arrays, which it compiles and cannot run."""
+    if all(operand.dtype == jnp.bfloat16 for operand in operands) and product.dtype != jnp.bfloat16:
+        return jax.lax.platform_dependent(product, cpu=jax.lax.optimization_barrier, default=lambda leaf: leaf)
+    return product
+
+
 # Sums
 
 NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import dtypes, evaluation
+from optax_accum._core import compilers, dtypes, evaluation
 from optax_accum._rows import draws, rules
 from optax_accum._rows.registry import FIRST, PRODUCT, REST, TOGETHER, Positional, Reduction, register
 
@@ -21,9 +21,10 @@ def _product(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], o
     (left, right), params = values, equation.params
     dtype = wide(equation.outvars[0].aval.dtype)
     options = {key: params[key] for key in ("out_sharding",) if params.get(key) is not None}
-    return jax.lax.dot_general(
+    product = jax.lax.dot_general(
         left, right, params["dimension_numbers"], params["precision"], preferred_element_type=dtype, **options
     )
+    return compilers.as_written(product, left, right)
 
 
 def _added(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Gradients that are added inside the backward pass: those that are added after it, bit for bit, of any loss and dtype."""
+"""Gradients that are added where they arise: those of trees of gradients, of any loss and dtype."""
 
 import functools
 
@@ -11,14 +11,9 @@ import pytest
 
 import optax_accum
 from optax_accum import statistics
-from optax_accum._core import compilers
-from optax_accum._loss import follow
 from optax_accum._within.one_by_one import one_by_one
 from tests import programs
 from tests.tiers import sweep
-from tests.versions import needs_references, since
-
-pytestmark = needs_references
 
 LAYERS, WIDTH, WORDS = 3, 8, 5
 KEYS = jax.random.split(jax.random.key(0), 6)
@@ -109,7 +104,6 @@ BODIES = {
     "what has no derivative": lambda x, p: x * gate(p) + jax.lax.stop_gradient(gate(p)),
     "a loop around all": lambda x, p: jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ p["up"][0] @ p["down"][0]), x),
 }
-TWICE = {"a function with a derivative of its own", "a loop around all"}  # each part is added to the sum by itself
 CASTS = {
     "float32": (jnp.float32, None),
     "bfloat16": (jnp.bfloat16, None),
@@ -135,9 +129,12 @@ def cut(body, cast):
     )
 
 
-ALL = [(body, "bfloat16") for body in BODIES] + [
+ALL = [(body, "float32" if body == "a rule of the user" else "bfloat16") for body in BODIES] + [  # a clip is not smooth
     *(("checkpoint in a scan", cast) for cast in ("float32", "cast before")),
-    *((body, "float32") for body in ("layers one by one", *TWICE)),
+    *(
+        (body, "float32")
+        for body in ("layers one by one", "a function with a derivative of its own", "a loop around all")
+    ),
 ]
 
 
@@ -148,22 +145,33 @@ EACH = [
 ]
 
 
+def close(found, want, cast):
+    """To a few roundings of the largest entry."""
+    rounding = 1e-6 if cast == "float32" else 2**-5
+    for leaf, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        right = right.astype(jnp.float32)
+        assert leaf.dtype == jnp.float32
+        np.testing.assert_allclose(leaf, right, rtol=0, atol=rounding * np.max(np.abs(right)))
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize(("body", "cast"), sweep(sorted(ALL), but=[(body, "bfloat16") for body in EACH]))
-def test_the_gradient_is_that_which_is_added_after(body, cast):
-    """Bit for bit where micro-batches count each by itself; the whole batch's mean is divided elsewhere."""
+@pytest.mark.parametrize(
+    ("body", "cast"), sweep(sorted(ALL), but=[case for case in ALL if case[0] in EACH and case[1] != "cast before"])
+)
+def test_the_gradient_is_that_of_trees_of_gradients(body, cast):
+    """Of the whole batch; or the mean of the micro-batches', where each counts by itself."""
     p, f = cut(body, cast)
-    separate = functools.partial(one_by_one, *f.args, **f.keywords)
-    inside, after = (jax.jit(separate(in_place=flag))(p, TOKENS) for flag in (True, False))
-    found = jax.jit(f())(p, TOKENS)
-    for name, leaf in after[1].items():
-        rounding = 1e-6 if cast == "float32" else 2**-7
-        atol = (rounding if body in TWICE else 0) * np.max(np.abs(leaf))
-        np.testing.assert_allclose(inside[1][name], leaf, rtol=0, atol=atol)
-        np.testing.assert_allclose(found[1][name], leaf, rtol=0, atol=rounding * np.max(np.abs(leaf)))
-    assert inside[0] == after[0]
-    np.testing.assert_allclose(found[0], after[0], rtol=1e-6)
-    assert np.any(after[1]["table"])
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)
+    grad = functools.partial(jax.jit(jax.value_and_grad(loss_of(body, CASTS[cast][1]))), wide)
+    whole = grad(TOKENS)
+    rows = 5 if body == "checkpoint in a scan" else 4
+    parts = [TOKENS[first :: -(-len(TOKENS) // rows)] for first in range(-(-len(TOKENS) // rows))]
+    share = lambda tokens: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * len(tokens) / 12, grad(tokens))
+    mean = jax.tree.map(lambda *leaves: sum(leaves), *map(share, parts))
+    close(jax.jit(f())(p, TOKENS), whole, cast)
+    if body != "a rule of the user":  # it clips what a micro-batch adds to the mean
+        close(jax.jit(one_by_one(*f.args, **f.keywords))(p, TOKENS), mean, cast)
+    assert np.any(whole[1]["table"])
 
 
 MEASURED = [
@@ -174,24 +182,32 @@ MEASURED = [
     ("a branch in a branch in a scan, one returns a parameter", "cast before"),
     ("a branch", "bfloat16"),
     ("of two layers at a time", "bfloat16"),
-    *((body, "float32") for body in sorted(TWICE)),
+    *((body, "float32") for body in ("a function with a derivative of its own", "a loop around all")),
 ]
 
 
+UNREAD = {
+    "a function with a derivative of its own",
+    "a branch in a branch in a scan, one returns a parameter",
+}  # a gradient of several terms, which are not of one loop
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
 @pytest.mark.parametrize(("body", "cast"), sweep(MEASURED, but=MEASURED[-1:]))
-def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
+def test_norms_are_those_of_the_gradients_that_are_written(body, cast, by_itself, request):
+    """As outside jit, where each micro-batch has a tree of gradients."""
+    if body in UNREAD and not by_itself:
+        reason = "a gradient that is made of several sums over rows, of one loop, is not measured"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=ValueError, reason=reason))
     p, f = cut(body, cast)
     up = statistics.Layers("up")
     groups = statistics.Options(groups={"table": "a", "up": up, "down": "down", "gate": "c", "out": "c"})
-    separate = functools.partial(one_by_one, *f.args, **f.keywords)
-    (after, _), *others = (
-        jax.jit(build(statistics=groups))(p, TOKENS)
-        for build in (functools.partial(separate, in_place=False), functools.partial(separate, in_place=True), f)
-    )
-    for (_, inside), _ in others:
-        chex.assert_trees_all_close(inside, after[1], rtol=1e-4)
-        assert inside.known > 0
-        assert set(inside.noise) == {"a", "up/0", "up/1", "up/2", "down", "c"}
+    separate = functools.partial(one_by_one, *f.args, **f.keywords, statistics=groups)
+    (_, want), _ = separate()(p, TOKENS)
+    (_, found), _ = jax.jit(separate() if by_itself else f(statistics=groups))(p, TOKENS)
+    chex.assert_trees_all_close(found, want, rtol=1e-4 if cast == "float32" else 2e-2)
+    assert found.known > 0
+    assert set(found.noise) == {"a", "up/0", "up/1", "up/2", "down", "c"}
 
 
 @pytest.mark.sweep
@@ -202,14 +218,13 @@ def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
 def test_a_micro_step_weighs_gradients_where_they_arise(body, cast):
     dtype, inner = CASTS[cast]
     tx, p = optax_accum.accumulate_gradients(optax.sgd(1.0), every=2), params(dtype)
-    states = []
-    for flag in (True, False):
-        step = jax.jit(optax_accum.value_and_apply_gradients(loss_of(body, inner), tx, in_place=flag))
-        states.append(step(p, tx.init(p), TOKENS[:8], weight=8.0)[2].acc_grads)  # a power of two is exact anywhere
-    chex.assert_trees_all_equal(*states)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss_of(body, inner), tx))
+    found = step(p, tx.init(p), TOKENS[:8], weight=8.0)[2].acc_grads
+    grads = jax.jit(jax.grad(loss_of(body, inner)))(p, TOKENS[:8])
+    close(found, jax.tree.map(lambda leaf: 8 * leaf.astype(jnp.float32), grads), cast)
 
 
-# What JAX cannot differentiate with references, or only wrongly (0.11.2 does the first without a word).
+# Parameters that several equations take, or that one takes twice; and slices
 
 STACK = jnp.arange(32.0).reshape(2, 4, 4) / 32
 LAYER = lambda x, w, also: jax.lax.scan(lambda h, one: (jnp.tanh(h @ one) @ also(w, one), None), x, w)[0]
@@ -255,7 +270,7 @@ AWKWARD = {
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
 )
-def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
+def test_a_parameter_with_several_uses(name, dtype):
     loss = lambda w, x: jnp.mean(AWKWARD[name](w.astype(jnp.float32), x) ** 2)
     w, x = STACK.astype(dtype), jnp.linspace(-1, 1.1, 32).reshape(8, 4)
     want = jax.grad(loss)(w.astype(jnp.float32), x).astype(dtype)
@@ -279,58 +294,11 @@ def test_layers_of_which_there_are_none(dtype):
     assert got["layers"].shape == (0, 4, 4)
 
 
-def test_a_start_of_few_bits_is_clamped_at_the_size():
-    """No int8 is 299."""
-    program = jax.make_jaxpr(lambda rows, start: jax.lax.dynamic_slice(rows, (start,), (1,)))(
-        jnp.ones(300), jnp.int8(3)
-    )
-    (equation,) = (one for one in program.jaxpr.eqns if one.primitive.name == "dynamic_slice")
-    assert follow._clamped(equation, [jnp.int8(100)]) == [100]
-
-
-def added_by_jax(loss, w):
-    """The gradient, added to a reference as JAX does it."""
-
-    def run(w):
-        out, backward = jax.vjp(loss, w)
-        ref = jax.new_ref(jnp.zeros_like(w))
-        backward.with_refs(ref)(jnp.ones_like(out))
-        return jax.freeze(ref)
-
-    return jax.jit(run)(w)
-
-
-@since(0, 12, why="an error, not a wrong gradient")
-def test_jax_still_adds_no_array_that_a_scan_takes_twice():
-    loss = lambda w: jnp.mean(LAYER(jnp.ones((8, 4)), w, lambda w, one: w[0]) ** 2)
-    with pytest.raises(NotImplementedError, match="both a constant and a scanned-over input"):
-        added_by_jax(loss, STACK)
-
-
-@since(0, 12, why="a version to look at")
-def test_jax_still_adds_nothing_behind_a_barrier():
-    with pytest.raises(AssertionError):
-        added_by_jax(lambda w: jnp.sum(jax.lax.optimization_barrier(w) ** 2), STACK)
-
-
-@since(0, 12, why="a version to look at")
-def test_jax_still_adds_to_other_rows_than_a_slice_that_is_clamped():
-    loss = lambda w: jnp.sum(sliced(w, jnp.array([-3]), 1) * jnp.ones(4)[None])
-    assert jnp.sum(jax.grad(loss)(STACK)[0]) == jnp.sum(added_by_jax(loss, STACK)[1]) == 16
-
-
-@since(0, 12, why="a version to look at")
-def test_jax_still_batches_no_scan_over_references():
-    loss = lambda w: jnp.mean(LAYER(jnp.ones((8, 4)), w, lambda w, one: one) ** 2)
-    with pytest.raises(NotImplementedError, match="vmap of a scan over a Ref"):
-        jax.vmap(lambda w: added_by_jax(loss, w))(jnp.stack([STACK, STACK]))
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("layers", ["scan", "cond"])
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=["parameters", "batch"])
 def test_under_vmap_layers_in_a_scan_or_a_cond(layers, axes):
-    """Across calls, too, where they are added after: JAX batches neither over references."""
+    """Across calls, too."""
     run = {
         "scan": lambda w, x: LAYER(x, w, lambda w, one: one),
         "cond": lambda w, x: jax.lax.cond(w.sum() > 0, lambda x: jnp.tanh(x @ w[0]), lambda x: x, x),
@@ -347,7 +315,7 @@ def test_under_vmap_layers_in_a_scan_or_a_cond(layers, axes):
     np.testing.assert_allclose(new, np.subtract(args[0], want), rtol=1e-5, atol=1e-6)
 
 
-def test_under_vmap_of_weights_alone_such_layers_are_added_after():
+def test_under_vmap_of_weights_alone():
     loss = lambda w, batch: jnp.mean(LAYER(batch["x"], w, lambda w, one: one) ** 2)
     mask = jnp.asarray([[1.0, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 0, 1]])
     x = jnp.linspace(-1, 1, 32).reshape(8, 4)
@@ -371,17 +339,7 @@ def test_squares_on_an_explicit_mesh():
 
 
 @pytest.mark.sweep
-def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
-    """Where nothing is followed, each parameter is used where the loss takes it in."""
-    p, f = cut("checkpoint in a scan", "bfloat16")
-    separate = functools.partial(one_by_one, *f.args, **f.keywords, in_place=True)
-    known = jax.jit(separate())(p, TOKENS)
-    monkeypatch.setattr(follow, "FOLLOW", {})
-    chex.assert_trees_all_equal(jax.jit(separate())(p, TOKENS), known)
-
-
-@pytest.mark.sweep
-def test_an_integer_has_no_sink_and_a_complex_number_has():
+def test_an_integer_has_no_sum_and_a_complex_number_has():
     def loss(p, x):
         c = jax.lax.cond(x[0] > 0, lambda c, n: c * n, lambda c, n: c + n, p["c"], p["n"])
         return jnp.mean(jnp.abs(c * x + p["h"]) ** 2).astype(jnp.float32)
@@ -390,15 +348,15 @@ def test_an_integer_has_no_sink_and_a_complex_number_has():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every=2)
     tx = optax.masked(tx, {"c": True, "n": False, "h": True})
     x = jnp.arange(4.0)
-    states = [
-        jax.jit(optax_accum.value_and_apply_gradients(loss, tx, in_place=flag))(p, tx.init(p), x, weight=4.0)[2]
-        for flag in (None, False)
-    ]
-    chex.assert_trees_all_close(*states, rtol=1e-6)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    sums = step(p, tx.init(p), x, weight=4.0)[2].inner_state.acc_grads
+    grads = jax.grad(loss, allow_int=True)(p, x)
+    for name, rounding in (("c", 1e-6), ("h", 2**-10)):
+        np.testing.assert_allclose(sums[name], 4 * grads[name], rtol=rounding)
 
 
 @pytest.mark.sweep
-@since(0, 12, why="adding inside a branch")
+@pytest.mark.xfail(strict=True, reason="a branch returns the gradients of all layers, zeros but for its own")
 @pytest.mark.parametrize(("cast", "measured"), [(None, False), (jnp.bfloat16, False), (None, True)])
 def test_a_branch_writes_no_gradient_of_the_layers_that_it_chooses_from(cast, measured):
     """With a tree of gradients, each branch returns zeros for the layers of all others."""
@@ -425,52 +383,31 @@ def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
     chex.assert_trees_all_close(found, jax.value_and_grad(loss, has_aux=True)(p, x), rtol=2**-7)
 
 
-def looked_up(p, batch):
-    routed = jax.lax.cond(p["scale"] > 0, lambda w: jnp.tanh(batch @ w), lambda w: batch @ w, p["routed"])
-    layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), routed * clipped(p["scale"]), p["layers"])[0]
-    return jnp.mean((layers @ p["out"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
-
-
-def told(caplog, fun, *args):
-    caplog.clear()
-    with caplog.at_level("INFO", logger="optax_accum"):
-        jax.jit(fun).lower(*args)
-    return " ".join(record.getMessage() for record in caplog.records)
-
-
-def test_the_log_tells_where_gradients_are_added_and_why(caplog):
-    p = {"layers": jnp.ones((2, 4, 4)), "out": jnp.ones((4, 3)), "routed": jnp.ones((4, 4)), "scale": jnp.ones([])}
-    x = jnp.ones((8, 4))
-    weighed = functools.partial(one_by_one, num_microbatches=2)
-    found = told(caplog, weighed(looked_up), p, x)
-    assert "inside the backward pass" in found
-    cond = "" if compilers.ADDS_IN_BRANCHES else "[0]['routed'] (`cond`), "
-    assert found.endswith(f"by the function in brackets: {cond}[0]['scale'] (`custom_vjp_call`).")
-    assert "in_place=False" in told(caplog, weighed(looked_up, in_place=False), p, x)
-    assert told(caplog, weighed(looked_up, statistics=True), p, x) == found
-    if compilers.ADDS_IN_CHECKPOINTS:  # inside a checkpoint sinks go into no branch
-        assert "[0]['routed'] (`cond`)" in told(caplog, weighed(jax.checkpoint(looked_up)), p, x)
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
-    step = optax_accum.value_and_apply_gradients(looked_up, tx, weight_fn=len)
-    assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)
-
-
-@needs_references
-def test_what_all_turns_of_a_scan_share_is_added_in_float32():
-    """In bfloat16 the sum over 1024 turns stalls at half of it, as that of `jax.grad` does; measured, too, it may not."""
-    turns = jnp.linspace(1.0, 1.1, 1024, dtype=jnp.float32)
+def of_turns(couples):
+    """The sum over 1024 turns of a scan, of a parameter that all share: in bfloat16 it stalls, as that of `jax.grad`."""
 
     def loss(p, x):
         def turn(total, t):
-            return total + (x.astype(jnp.bfloat16) * t.astype(jnp.bfloat16) * p["u"]).astype(jnp.float32).mean(), None
+            product = (x.astype(jnp.bfloat16) * t.astype(jnp.bfloat16) * p["u"]).astype(jnp.float32)
+            return total + (product.mean() if couples else product), None
 
-        return jax.lax.scan(turn, jnp.float32(0), turns)[0]
+        return jnp.mean(jax.lax.scan(turn, jnp.zeros([] if couples else x.shape), TURNS)[0])
 
-    p, x = {"u": jnp.bfloat16(0.5)}, jnp.ones(4)
-    want = float(jnp.sum(turns.astype(jnp.bfloat16).astype(jnp.float32)))
+    return loss
+
+
+TURNS = jnp.linspace(1.0, 1.1, 1024, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("couples", [False, True])
+@pytest.mark.parametrize("way", ["value_and_grad", "measured", "each by itself", "each by itself, measured"])
+def test_what_all_turns_of_a_scan_share_is_added_in_float32(way, couples, request):
+    if couples and not way.startswith("each"):
+        reason = "a scan whose body takes rows together carries the gradient of what all turns share in its own dtype"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    loss, p, x = of_turns(couples), {"u": jnp.bfloat16(0.5)}, jnp.ones(4)
+    want = float(jnp.sum(TURNS.astype(jnp.bfloat16).astype(jnp.float32)))
     assert float(jax.grad(loss)(p, x)["u"]) < 0.6 * want
-    for measured in (False, True):
-        call = one_by_one(loss, 2, statistics=measured, accumulator_dtype=jnp.float32)
-        np.testing.assert_allclose(jax.jit(call)(p, x)[1]["u"], want, rtol=1e-3)
-    read = optax_accum.value_and_grad(loss, 2)  # the mean in the scan takes rows together
-    np.testing.assert_allclose(np.float32(jax.jit(read)(p, x)[1]["u"]), want, rtol=2**-8)
+    build = one_by_one if way.startswith("each") else optax_accum.value_and_grad
+    call = build(loss, 2, statistics="measured" in way, accumulator_dtype=jnp.float32)
+    np.testing.assert_allclose(jax.jit(call)(p, x)[1]["u"], want, rtol=1e-3)

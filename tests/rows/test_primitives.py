@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from optax_accum._core import compilers
 from optax_accum._rows.registry import Known, known
 from optax_accum._rows.registry import names as registered
 from tests.rows import equations
 from tests.tiers import sweep
+from tests.versions import since
 
 PLACES = ("n3", "3n", "2n3")  # where the rows are
 UNARY = {
@@ -441,3 +444,27 @@ def test_what_the_table_says_is_true(cases):
     equations.assert_true(founds)
     row_by_row = {name for name in TABLE if known(name).local is not Known().local}
     assert [name for name in said if "local" not in said[name] and name in row_by_row] == []
+
+
+def transposed_product(add):
+    product = lambda a, b: jax.lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+    a, b = jnp.ones((4, 4, 8), jnp.bfloat16), jnp.ones((4, 4, 16), jnp.bfloat16)
+    return jax.jit(lambda a, b: add(product(a, b), a, b).T)(a, b)
+
+
+def test_a_float32_product_of_bfloat16_arrays_is_written_as_it_is():
+    np.testing.assert_array_equal(transposed_product(compilers.as_written), np.full((16, 8), 16))
+    gradient = jax.jit(jax.grad(lambda x: compilers.as_written(jnp.dot(x, x), *[x.astype(jnp.bfloat16)] * 2)))
+    np.testing.assert_allclose(gradient(jnp.arange(3.0)), 2 * jnp.arange(3.0))
+
+
+MULTIPLIES_BFLOAT16 = (
+    pathlib.Path("/proc/cpuinfo").exists() and "avx512_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
+)
+
+
+@since(0, 12, why="a version to look at")
+@pytest.mark.skipif(not MULTIPLIES_BFLOAT16, reason="for other CPUs XLA widens the arrays first")
+def test_xla_still_runs_no_transposed_product_of_bfloat16_arrays():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="BF16 x BF16 = F32"):
+        transposed_product(lambda product, a, b: product).block_until_ready()
