@@ -24,7 +24,3 @@ def since(*version, why):
 needs_devices = since(0, 7, 2, why="everything over devices")
 needs_references = since(0, 8, 1, why="gradients that are added inside the backward pass")
 needs_explicit_outputs = since(0, 9, 2, why="types of results that tell how Explicit axes shard them")
-needs_host = since(0, 10, 0, why="rows that cross levels in the memory of the host")
-in_places = pytest.mark.parametrize(
-    "in_place", [pytest.param(True, marks=needs_references, id="in place"), pytest.param(False, id="scan")]
-)
