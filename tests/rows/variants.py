@@ -239,22 +239,39 @@ def products(draw, name):
 
 @of("conv_general_dilated")
 def convolutions(draw, name):
-    """The rows are the images, or their places, or the kernels."""
+    """The rows are the images, or their places, or the kernels; or features over which it adds."""
     groups = draw.pick(*[{}] * 3, {"feature_group_count": 2}, {"batch_group_count": 2})
-    apart = draw.pick("images", "images", "images", "places", "kernels")
+    apart = draw.pick("images", "images", "images", "places", "kernels", "features", "features", "gradient", "gradient")
     features, kernels = draw.pick(2, 4), draw.pick(2, 4)
     images = {"N": 2, "C": features, "W": draw.pick(3, 4, 6)}
     kernel = {"O": kernels, "I": features // groups.get("feature_group_count", 1), "W": draw.pick(1, 2, 3)}
     one = Fraction(draw.pick(1, 2)) if not groups else Fraction(2)
     if apart == "kernels":
         kernel["O"] = one
+    elif apart == "features":
+        images["C"], kernel["I"] = one, one / groups.get("feature_group_count", 1)
+    elif apart == "gradient":
+        images["N"] = one
     else:
         images["N" if apart == "images" else "W"] = one if apart == "images" else Fraction(4)
     layouts = ["".join(draw.shuffled(list(letters))) for letters in ("NCW", "OIW", "NCW")]
     strides, padding = (draw.pick(1, 2),), draw.pick([(0, 0)], [(1, 1)], [(2, 0)])
     operands = [Operand("", tuple(images[c] for c in layouts[0])), Operand("", tuple(kernel[c] for c in layouts[1]))]
-    options = {"dimension_numbers": tuple(layouts), "lhs_dilation": (draw.pick(1, 2),)}
-    return lambda rows, x, w: lax.conv_general_dilated(x, w, strides, padding, **options, **groups), *operands
+    dilations = {"lhs_dilation": (draw.pick(1, 2),), "rhs_dilation": (draw.pick(1, 1, 2),)}
+    options = {"dimension_numbers": tuple(layouts), **dilations, **groups}
+    convolve = lambda rows, x, w: lax.conv_general_dilated(x, w, strides, padding, **options)
+    return (_of_kernel(convolve) if apart == "gradient" else convolve), *operands
+
+
+def _of_kernel(convolve):
+    """The gradient of a kernel, by JAX's rule: a convolution of images with cotangents, whose features are the rows."""
+
+    def gradient(rows, x, w):
+        result = jax.eval_shape(lambda x, w: convolve(rows, x, w), x, w)
+        cotangent = jnp.sin(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape)
+        return jax.linear_transpose(lambda w: convolve(rows, x, w), w)(cotangent)
+
+    return gradient
 
 
 def _square(x):
