@@ -52,8 +52,8 @@ def run_once(equation: Equation, levels: Levels, store: Store) -> None:
 
 def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
     if _is_of_parts(equation, levels, store):
-        (result,) = equation.outs
-        store.sums[result] = followed(equation, [_part_of_sum(value, equation, store) for value in equation.ins])
+        results = followed(equation, [_part_of_sum(value, equation, store) for value in equation.ins])
+        store.sums.update(zip(equation.outs, results, strict=True))
         return
     values = [store.whole(value) for value in equation.ins]
     if _is_part_of_batch(equation, levels, store):

@@ -29,7 +29,7 @@ def evaluate_some(
             elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
                 results = [partial.part_of(equation, units, values, numbers)]
             elif known.kinds[equation] is Kind.PARTIAL:
-                results = [followed(equation, values)]
+                results = followed(equation, values)
             else:
                 results = of_rows(equation, units, values, numbers)
             env.update(zip(equation.outs, results, strict=True))
@@ -140,17 +140,16 @@ def _of_body(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array
     return [read(env, value) for value in body.program.outputs]
 
 
-def followed(equation: Equation, values: Sequence[Any]) -> Any:
+def followed(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
     """An equation that is linear in parts of sums, in their dtype if that is wider than its own."""
     values, kind = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
     inexact = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
     wide = functools.reduce(jnp.promote_types, [v.dtype for v, is_ in zip(values, inexact, strict=True) if is_])
     if equation.name == "convert_element_type":
         is_as_wide = dtypes.holds(wide, kind) and _is_complex(wide) == _is_complex(kind)
-        return values[0] if is_as_wide else values[0].astype(kind)
+        return [values[0] if is_as_wide else values[0].astype(kind)]
     values = [value.astype(wide) if is_ else value for value, is_ in zip(values, inexact, strict=True)]
-    (result,) = evaluation.bind(equation.single, values)
-    return result
+    return evaluation.bind(equation.single, values)
 
 
 def _is_complex(dtype: Any) -> bool:

@@ -259,6 +259,12 @@ AWKWARD = {
     "scanned over and handed on": lambda w, x: jax.lax.scan(
         lambda c, one: ((jnp.tanh(c[0] @ one + 0.01 * c[1].sum()), c[1]), None), (x, w), w
     )[0][0],
+    "stacked in a loop": lambda w, x: jax.lax.scan(
+        lambda h, _: (jnp.tanh(h @ jnp.stack([w[0], w[1] * 2]).prod(0)), None), x, None, length=2
+    )[0],
+    "joined in a loop": lambda w, x: jax.lax.scan(
+        lambda h, _: (jnp.tanh(h @ jnp.concatenate([w[0], w[1] * 2], 1)[:, 2:6]), None), x, None, length=2
+    )[0],
     "a barrier": lambda w, x: x @ jax.lax.optimization_barrier(w)[0],
     "slices before the start and beyond the end": lambda w, x: x @ sliced(w, jnp.array([-5, -3, -1, 0, 1, 7]), 1),
     "a slice known to reach beyond the end": lambda w, x: x @ sliced(w, jnp.zeros(2, jnp.int32), 2, at=1),

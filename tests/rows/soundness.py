@@ -1,7 +1,8 @@
 """Whether what is said of a program is true, for values: each equation, evaluated as a micro-batch evaluates it.
 
-For tests, and for who doubts a result: the equations of a loss run for all rows, and each that runs in a loop once more,
-micro-batch by micro-batch, with its derivative. All of it is one program.
+For tests, and for who doubts a result: the equations of a loss, or of the program of its gradient, run for all rows, and
+each that runs in a loop once more, micro-batch by micro-batch; those of a loss with their derivatives. All of it is one
+program.
 """
 
 import collections
@@ -16,11 +17,12 @@ from optax_accum._arguments.roles import Roles
 from optax_accum._core import evaluation
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
-from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
-from optax_accum._within import by_level, partial
+from optax_accum._within import by_level, partial, some_rows, whole_batch
+from optax_accum._within.rules import as_rules
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced_call import TracedCall, trace_call
 
@@ -31,6 +33,12 @@ def traced(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
     """A loss of parameters and a batch, as micro-batches run it."""
     call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
     return trace_call(lambda call: call.apply(loss), call, Sizes(parts, None, 1), call.params)
+
+
+def traced_gradient(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
+    """The program of a loss and its gradient, as `value_and_grad` runs it."""
+    rules = as_rules(loss, parts, of_whole_batch=True)
+    return whole_batch.traced_gradient(rules, rules.roles.bind((params, batch), {}), Device())
 
 
 def unsound(*calls: TracedCall, tolerance: float = 1e-6) -> list[str]:
@@ -97,21 +105,24 @@ def _differences(call: TracedCall, checked: Sequence[Equation], arrays: Sequence
     """How far the parts of each equation are from the whole."""
     env: dict[Value, Any] = dict(zip(call.levels.program.inputs, arrays, strict=True))
     found = []
-    for equation, kind in call.levels.kinds.items():
-        values = [jnp.asarray(v.array) if isinstance(v, Constant | Number) else env[v] for v in equation.ins]
+    for equation in call.levels.kinds:
+        values = [jnp.asarray(some_rows.read(env, value)) for value in equation.ins]
         whole = evaluation.bind(equation.single, values)
         env.update(zip(equation.outs, whole, strict=True))
         if equation in checked:
-            moves = [value in call.levels.moving for value in equation.ins]
-            found.append(_difference(equation, kind, call.units, values, moves, whole))
+            found.append(_difference(call, equation, values, whole))
     return found
 
 
-def _difference(
-    equation: Equation, kind: Kind, units: Units, values: Sequence[Any], moves: Sequence[bool], whole: Sequence[Any]
-) -> Any:
+def _difference(call: TracedCall, equation: Equation, values: Sequence[Any], whole: Sequence[Any]) -> Any:
     """The largest difference of results and of gradients, all rows at once against micro-batch by micro-batch."""
-    is_still = equation.name == "while" or (kind is Kind.PARTIAL and partial.reduction_of(equation).joins != "sum")
+    kind, units = call.levels.kinds[equation], call.units
+    moves = [value in call.levels.moving for value in equation.ins]
+    follows = kind is Kind.PARTIAL and not equation.view.has_rows  # a sum, of which each micro-batch has a part
+    sums = _sums(call.levels) if follows else set[Value]()
+    is_still = equation.name == "while" or (
+        kind is Kind.PARTIAL and not follows and partial.reduction_of(equation).joins != "sum"
+    )
     pairs = zip(values, moves, strict=True)
     moves = [moving and not is_still and _is_inexact(value) for value, moving in pairs]
 
@@ -130,27 +141,42 @@ def _difference(
         def part(of: Any) -> Sequence[Any]:
             index, rows = of
             taken = [value if mine is None else mine for value, mine in zip(whole, rows, strict=True)]
-            return _part(equation, kind, units, taken, units.of_part(index))
+            share = 2 * (index + 1) / (units.parts * (units.parts + 1))
+            parts = zip(equation.ins, taken, strict=True)
+            taken = [leaf * share.astype(leaf.dtype) if value in sums else leaf for value, leaf in parts]
+            known = dict(zip(equation.ins, taken, strict=True))
+            some_rows.evaluate_some([equation], call.levels, units, known, units.of_part(index))
+            return [known[value] for value in equation.outs]
 
         parts = jax.lax.map(part, (jnp.arange(units.parts), cut))
-        if kind is Kind.PARTIAL:
+        if kind is Kind.PARTIAL and not follows:
             return [by_level.finished(equation, partial.reduction_of(equation).over(parts[0], axis=0), store)]
-        pairs = zip(parts, equation.outs, strict=True)
-        return [leaf[0] if value.axis is None else units.joined(leaf, value.axis) for leaf, value in pairs]
+        inside = call.levels.bodies.get(equation)
+        are_parts = inside.parts if inside else [follows] * len(equation.outs)
+        triples = zip(parts, equation.outs, are_parts, strict=True)
+        return [_joined(leaf, value, units, is_part) for leaf, value, is_part in triples]
 
     given = [leaf for leaf, moving in zip(values, moves, strict=True) if moving]
     if not given:
-        return _farthest(in_parts(given), whole)
+        return _farthest(in_parts(given), whole, values)
     cotangents = list(map(_some_cotangent, whole))
     results, back = jax.vjp(at_once, given)
     found, back_of_parts = jax.vjp(in_parts, given)
-    return _farthest([*found, *back_of_parts(cotangents)[0]], [*results, *back(cotangents)[0]])
+    return _farthest([*found, *back_of_parts(cotangents)[0]], [*results, *back(cotangents)[0]], values)
 
 
-def _part(equation: Equation, kind: Kind, units: Units, values: list[Any], numbers: Any) -> list[Any]:
-    if kind is Kind.PARTIAL:
-        return [partial.part_of(equation, units, values, numbers)]
-    return list(by_level.of_rows(equation, units, values, numbers))
+def _joined(leaf: Any, value: Value, units: Units, is_part: bool) -> Any:
+    if is_part:
+        return jnp.sum(leaf, 0).astype(value.aval.dtype)
+    return leaf[0] if value.axis is None else units.joined(leaf, value.axis)
+
+
+def _sums(levels: Levels) -> set[Value]:
+    """The values of which each micro-batch may have a part."""
+    added = [e for e, kind in levels.kinds.items() if kind is Kind.PARTIAL and not levels.model.isdisjoint(e.ins)]
+    made = [value for equation in added for value in equation.outs]
+    inside = [pair for e, bodies in levels.bodies.items() for pair in zip(e.outs, bodies.parts, strict=True)]
+    return {*made, *(value for value, is_part in inside if is_part)}
 
 
 def _some_cotangent(leaf: Any) -> Any:
@@ -159,12 +185,13 @@ def _some_cotangent(leaf: Any) -> Any:
     return jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape).astype(leaf.dtype)
 
 
-def _farthest(got: Sequence[Any], want: Sequence[Any]) -> Any:
+def _farthest(got: Sequence[Any], want: Sequence[Any], taken: Sequence[Any]) -> Any:
     """The largest difference, relative to the largest number of its leaf, of what both have as numbers.
 
-    It counts in units of the narrowest dtype: in one of two programs XLA may keep digits that a cast cuts off.
+    It counts in units of the narrowest dtype, `taken` or made: in one of two programs XLA may keep digits that a cast
+    cuts off.
     """
-    digits = max([WIDE, *(float(jnp.finfo(leaf.dtype).eps) for leaf in want if _is_inexact(leaf))])
+    digits = max([WIDE, *(float(jnp.finfo(leaf.dtype).eps) for leaf in (*want, *taken) if _is_inexact(leaf))])
     pairs = zip(got, want, strict=True)
     found = [_far(a, b) for a, b in pairs if a.size and a.dtype != jax.dtypes.float0]
     return jnp.max(jnp.stack(found)) * (WIDE / digits) if found else jnp.zeros([])

@@ -1,5 +1,6 @@
 """Every equation of every loss that a test has, checked alone: in micro-batches it is what it is for all rows."""
 
+import contextlib
 import inspect
 
 import jax
@@ -8,8 +9,9 @@ import pytest
 
 from optax_accum._rows import leveling, registry
 from optax_accum._rows.registry import Known
-from tests.rows import against, losses, programs, test_explain, test_made, test_rules
-from tests.rows.soundness import traced, unsound
+from optax_accum._within.traced_call import UndividedError
+from tests.rows import against, losses, mixed, programs, test_explain, test_made, test_rules
+from tests.rows.soundness import traced, traced_gradient, unsound
 from tests.tiers import sweep
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
@@ -28,7 +30,7 @@ def in_groups(table, size):
 
 
 def assert_sound(several, params, batch, parts, tolerance=2e-5):
-    calls = [traced(loss, params, batch, parts) for loss in several]
+    calls = [each(loss, params, batch, parts) for loss in several for each in (traced, traced_gradient)]
     assert sum(len(call.levels.kinds) for call in calls) > len(calls)
     assert unsound(*calls, tolerance=tolerance) == []
 
@@ -60,13 +62,24 @@ def test_each_equation_of_a_random_loss(first):
     assert_sound(several, *programs.values(jnp.float32), 5, tolerance=1e-3)
 
 
+@pytest.mark.parametrize("first", sweep(range(0, 80, 8), but=[0]))
+def test_each_equation_of_a_random_mixture(first):
+    mixtures = [mixed.Mixture(number) for number in range(first, first + 8)]
+    calls = []
+    for mixture in mixtures:
+        with contextlib.suppress(UndividedError):
+            calls.append(traced_gradient(mixture.loss, *mixture.values(), min(3, mixture.n)))
+    assert len(calls) >= 4
+    assert unsound(*calls, tolerance=1e-4) == []
+
+
 # What is false is found
 
 x = jnp.sin(jnp.arange(24.0)).reshape(8, 3)
 
 
-def said_of(loss):
-    return unsound(traced(loss, jnp.ones(3), x, 3), tolerance=1e-5)
+def said_of(loss, trace=traced):
+    return unsound(trace(loss, jnp.ones(3), x, 3), tolerance=1e-5)
 
 
 def test_a_false_value_is_found(monkeypatch):
@@ -78,11 +91,19 @@ def test_a_false_value_is_found(monkeypatch):
     assert "is LOCAL, and its parts are not the whole" in said
 
 
-def test_a_false_part_is_found(monkeypatch):
+def test_a_false_value_of_a_gradient_is_found(monkeypatch):
+    loss = lambda w, x: jnp.mean(x * jnp.flip(w * jnp.tanh(x * w[None]).sum(0)[None] * x, 0))
+    assert said_of(loss, traced_gradient) == []
+    monkeypatch.setitem(registry._table, "rev", Known(local=lambda view: True))
+    assert any(said.startswith("rev") and "LOCAL" in said for said in said_of(loss, traced_gradient))
+
+
+@pytest.mark.parametrize("trace", [traced, traced_gradient])
+def test_a_false_part_is_found(trace, monkeypatch):
     loss = lambda w, x: jnp.sum(jnp.exp(jax.lax.stop_gradient(jnp.max(x * w[None], 0))) * w)
-    assert said_of(loss) == []
+    assert said_of(loss, trace) == []
     monkeypatch.setitem(registry._table, "reduce_max", Known(partial=registry.known("reduce_sum").partial))
-    (said,) = said_of(loss)
+    (said,) = said_of(loss, trace)
     assert said.startswith("reduce_max")
     assert "is PARTIAL" in said
 
@@ -101,6 +122,6 @@ def test_a_rule_that_is_not_linear_in_two_loops_is_found(monkeypatch):
     rule = test_rules.clips_cheaply
     centred = lambda h: jnp.mean((h - jnp.mean(h)) ** 3)
     assert said_of(lambda w, x: centred(rule(x * w[None]))) == []
-    monkeypatch.setattr(leveling._Division, "_has_nonlinear_rule", lambda *_: False)
+    monkeypatch.setattr(leveling, "nonlinear_rules", lambda *_: ())
     (said,) = said_of(lambda w, x: centred(rule(x * w[None])))
     assert "runs in 2 loops" in said
