@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 import optax_accum
 from tests.tiers import sweep
-from tests.versions import needs_devices, needs_references
+from tests.versions import needs_devices
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=3), jnp.float32)

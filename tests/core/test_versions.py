@@ -14,7 +14,6 @@ import pytest
 import optax_accum
 from optax_accum import accelerators
 from optax_accum._core import compilers, versions
-from optax_accum._within.one_by_one import one_by_one
 from optax_accum.accelerators import _absent as absent
 from tests import programs
 
@@ -47,16 +46,6 @@ def test_what_an_older_jax_lacks_is_refused_by_the_version_that_has_it(what, mon
     monkeypatch.setattr(versions, "JAX", version)
     with pytest.raises(NotImplementedError, match=message):
         ask()
-
-
-def test_in_place_is_refused_where_it_is_asked_for_alone(monkeypatch):
-    monkeypatch.setattr(versions, "JAX", (0, 7, 0))
-    loss, w, x = lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones(3), jnp.ones((4, 3))
-    with pytest.raises(TypeError, match=r"in_place=True needs JAX 0.8.1 or later.*Leave in_place=None"):
-        one_by_one(loss, num_microbatches=2, in_place=True)(w, x)
-    for build in (one_by_one, optax_accum.value_and_grad):
-        _, grads = jax.jit(build(loss, num_microbatches=2))(w, x)
-        assert jnp.allclose(grads, jax.grad(loss)(w, x))
 
 
 def test_a_libtpu_that_would_crash_is_refused(monkeypatch):

@@ -81,7 +81,7 @@ def test_in_place_what_a_scan_reads_has_its_gradient_in_order():
     call = optax_accum.value_and_grad(loss, num_microbatches=2)
     np.testing.assert_allclose(jax.jit(call)(jnp.ones(5), jnp.zeros((2, 1)))[1], numbers)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every=1000)
-    step = optax_accum.value_and_apply_gradients(loss, tx, in_place=True)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
     state = jax.jit(step)(jnp.ones(5), tx.init(jnp.ones(5)), jnp.zeros((1, 1)))[2]
     np.testing.assert_allclose(state.acc_grads, numbers)
 
@@ -446,14 +446,6 @@ def test_integers_cannot_be_differentiated():
         optax_accum.value_and_grad(lambda p, x: jnp.mean(p["i"] * x), num_microbatches=2)({"i": 3}, X)
 
 
-@needs_references
-def test_jax_adds_in_place_only_into_an_array_of_the_same_dtype():
-    """Why bfloat16 parameters with float32 sums have sinks: the day this fails, they need none."""
-    _, backward = jax.vjp(lambda w: jnp.sum(w.astype(jnp.float32)), jnp.ones(3, jnp.bfloat16))
-    with pytest.raises(ValueError, match="float32"):
-        jax.jit(lambda: backward.with_refs(jax.new_ref(jnp.zeros(3, jnp.float32)))(jnp.float32(1)))()
-
-
 def test_outputs_without_rows():
     with pytest.raises(ValueError, match=r"one row for each example: the output has shape \(\) .* 3 rows"):
         optax_accum.microbatched_apply(lambda w, x: jnp.sum(w * x), 2)(jnp.array(1.0), X)
@@ -493,18 +485,6 @@ def test_a_backward_pass_that_is_not_linear():
     for x in (jnp.full(4, 3.0), jnp.full(2, 0.05)):
         _, w, state = step(w, state, x, weight=len(x))
     np.testing.assert_allclose(w, -(4 * 0.1 + 2 * 0.05) / 6, rtol=1e-6)
-
-
-def test_in_place_is_what_it_says():
-    loss = lambda w, x: jnp.mean((w[None] - x) ** 2)
-    w, x = jnp.ones(3), jnp.ones((2, 3))
-    for options, match in (({"nonfinite": "skip"}, "policy has to see"), ({"every": 1}, "holds no accumulator")):
-        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 2, **options})
-        with pytest.raises(ValueError, match=f"in_place=True needs an accumulator to add to: .*{match}"):
-            optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(w, tx.init(w), x)
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, accumulator_dtype=jnp.bfloat16)
-    with pytest.raises(TypeError, match="they are narrower .parameters float32, accumulators bfloat16"):
-        optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(w, tx.init(w), x)
 
 
 @pytest.mark.parametrize("to", ["partial", jax.sharding.PartitionSpec()])
@@ -586,15 +566,14 @@ def test_shares_of_a_gradient_do_not_vanish_in_float16(how):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("across", [{}, {"in_place": False}], ids=str)
-def test_nor_do_they_at_the_cast_of_a_float16_parameter(across):
+def test_nor_do_they_at_the_cast_of_a_float16_parameter():
     """Which the loss casts up before it is used: the backward pass ends in float16."""
     loss = lambda w, x: jnp.mean(x * w.astype(jnp.float32))
     w, x = jnp.float16(1), jnp.full(64, 3e-6)  # a share of it is less than half of the smallest number
     got = jax.jit(optax_accum.value_and_grad(loss, 64, accumulator_dtype=jnp.float32))(w, x)[1]
     np.testing.assert_allclose(got, 3e-6, rtol=0.02)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **across))
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
     _, _, state = step(w, tx.init(w), x, weight=1e-4)
     np.testing.assert_allclose(state.acc_grads / 1e-4, 3e-6, rtol=0.02)
 
