@@ -12,7 +12,7 @@ import json
 import pathlib
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tests import paths, programs  # first: they ask for eight devices
@@ -27,7 +27,6 @@ import optax_accum
 from benchmarks import _decoder, _measure, _one_device
 from benchmarks._quirks import QUIRKS
 from optax_accum import accelerators
-from optax_accum._core import compilers
 
 FACTS = pathlib.Path(__file__).with_suffix(".json")
 RIGHT = 2e-6  # of the largest parameter: rounding
@@ -68,15 +67,12 @@ def of_quirks() -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Returns a row for each version of JAX."""
-    head = ["JAX", "Python, Flax", "one device", "several devices", "Flax", "added in place", "decoder", "H100"]
+    head = ["JAX", "Python, Flax", "one device", "several devices", "Flax", "decoder", "H100"]
     return _measure.markdown([head, *(_row(*item) for item in reversed(record.items()))], left=range(len(head)))
 
 
 def _row(version: str, facts: dict[str, Any]) -> list[str]:
     of = lambda errors: f"{sum(error < RIGHT for error in errors.values())}/{len(errors)}" if errors else "no"
-    names = facts["added in place"]
-    less = sorted(set(paths.USES) - set(names))
-    in_place = "all" if not less else f"all but: {', '.join(less)}" if names else "no, after"
     held = facts.get("h100")
     return [
         version,
@@ -84,7 +80,6 @@ def _row(version: str, facts: dict[str, Any]) -> list[str]:
         of(facts["one device"]),
         of(facts["several devices"]),
         of(facts["of flax"]),
-        in_place,
         f"{facts['decoder']:.2f}",
         f"{held['held, P']:g} + {held['emitting adds, P']:g}; {held['temporary, P']:g}" if held else "refused",
     ]
@@ -169,23 +164,6 @@ def of_flax() -> dict[str, float]:
         return errors({"Linen": linen, "NNX": of_nnx}, want)
 
 
-def added_in_place() -> list[str]:
-    """Returns the uses of a parameter whose gradient is added inside the backward pass, and is right."""
-    return list(_in_place())
-
-
-def _in_place() -> Iterator[str]:
-    start, batch = paths.params(), paths.rows()
-    for use in () if compilers.why_not_in_place() else paths.USES:
-        loss = paths.loss_of((use,))
-        inside, after = (
-            jax.jit(optax_accum.value_and_grad(loss, num_microbatches=3, in_place=flag)) for flag in (True, False)
-        )
-        got, want = inside(start, batch)[1], after(start, batch)[1]
-        if _largest(jax.tree.map(jnp.subtract, got, want)) < RIGHT * _largest(want):
-            yield use
-
-
 def decoder() -> float:
     """Returns the temporary memory of a small decoder's gradient in 8 micro-batches, on the CPU, in P."""
     loss, params = _decoder.decoder(sizes=DECODER)
@@ -215,7 +193,6 @@ _HERE: dict[str, Callable[[], Any]] = {
     "one device": one_device,
     "several devices": several_devices,
     "of flax": of_flax,
-    "added in place": added_in_place,
     "decoder": decoder,
 }
 QUESTIONS: dict[str, Callable[[], Any]] = {"h100": h100} if _GPU else _HERE

@@ -760,6 +760,8 @@ def explained(**options):
 def test_sums_are_added_in_place_anyway():
     with pytest.raises(TypeError, match="no in_place=: in_place=False. Leave it out: .* may be differentiated again"):
         optax_accum.value_and_grad(ROWS_LOSS, 2, in_place=False)
+    with pytest.raises(TypeError, match="no in_place=: in_place=True. Leave it out: .* differentiated again"):
+        optax_accum.value_and_apply_gradients(ROWS_LOSS, build(), in_place=True)
     again = jax.hessian(jax.jit(lambda p: optax_accum.value_and_grad(lambda p, x: ROWS_LOSS(p**2, x), 2)(p, X)[0]))
     np.testing.assert_allclose(again(jnp.float32(1)), 2 * jnp.mean(X**2), rtol=1e-6)  # the remedy
 

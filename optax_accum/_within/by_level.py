@@ -119,7 +119,8 @@ def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     if not parts or levels.moving or len(equation.outs) != 1:
         return False
     if equation.name in ("add", "add_any", "sub"):
-        return all(value.aval.shape == equation.outs[0].aval.shape for value in equation.ins)
+        kinds = [value.aval for value in (*equation.ins, *equation.outs)]
+        return len({kind.shape for kind in kinds}) == 1 and all(jnp.issubdtype(k.dtype, jnp.inexact) for k in kinds)
     return layers.follows(equation, set(parts), layers.Zeros())
 
 

@@ -41,12 +41,6 @@ def test_every_path_is_right_on_every_version_that_does_not_refuse_it():
 
 @pytest.mark.sweep
 @here
-def test_where_this_version_adds_is_what_its_row_says():
-    assert support.added_in_place() == RECORD[jax.__version__]["added in place"]
-
-
-@pytest.mark.sweep
-@here
 def test_the_row_of_this_version_is_what_it_does():
     facts = RECORD[jax.__version__]
     assert len(support.of_flax()) == len(facts["of flax"])
