@@ -765,9 +765,6 @@ def test_sums_are_added_in_place_anyway():
     again = jax.hessian(jax.jit(lambda p: optax_accum.value_and_grad(lambda p, x: ROWS_LOSS(p**2, x), 2)(p, X)[0]))
     np.testing.assert_allclose(again(jnp.float32(1)), 2 * jnp.mean(X**2), rtol=1e-6)  # the remedy
 
-    with pytest.raises(TypeError, match="no in_place=: in_place=True. Leave it out: .* differentiated again"):
-        optax_accum.value_and_apply_gradients(ROWS_LOSS, build(), in_place=True)
-
 
 def test_an_overlap_that_is_no_flag():
     with pytest.raises(TypeError, match="overlap must be True, False or None: overlap=1. Leave it out"):
