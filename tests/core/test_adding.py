@@ -57,6 +57,8 @@ PROGRAMS = {  # of X, and the numbers of terms of its results that are added whe
     "what a loop adds up, from a start": lambda x: (
         lax.scan(lambda total, one: (total + jnp.sin(one * x.sum()), None), jnp.cos(W[0]), W)[0],
     ),
+    "what a loop stacks, and somebody takes": lambda x: (ys := layers(lambda h, one: one * h.sum())[1], ys.sum()),
+    "what a loop multiplies": lambda x: (lax.scan(lambda h, one: (h * one, None), jnp.cos(W[0]), W)[0],),
     "loops in loops": nested,
     "two terms of one loop": lambda x: (
         lax.add_p.bind(*lax.scan(lambda h, one: (h + one.sum() * W, one * x.sum()), jnp.zeros_like(W), W)),
@@ -67,7 +69,7 @@ PROGRAMS = {  # of X, and the numbers of terms of its results that are added whe
     "rows of another array": lambda x: (jnp.ones((5, 4)).at[ROWS].add(x),),
     "a slice": lambda x: (jnp.pad(x, [(1, 1), (0, 2)]),),
     "a slice of zeros, cut off": lambda x: (lax.pad(x, 0.0, [(-1, 1, 0), (0, 0, 1)]),),
-    "a slice of ones": lambda x: (jnp.pad(x, [(1, 1), (0, 2)], constant_values=1),),
+    "a slice of ones": lambda x: (lax.pad(x, 1.0, [(1, 1, 0), (0, 2, 0)]),),
     "a slice at a place": lambda x: (lax.dynamic_update_slice(jnp.zeros((5, 4)), x, (jnp.int32(1), 0)),),
     "a slice at a place beyond": lambda x: (lax.dynamic_update_slice(jnp.zeros((5, 4)), x, (jnp.int32(4), 0)),),
     "a slice of another array": lambda x: (lax.dynamic_update_slice(jnp.ones((5, 4)), x, (jnp.int32(1), 0)),),
@@ -177,6 +179,18 @@ def test_narrow_results_are_added_wide(name):
         np.testing.assert_array_equal(total, 2.0**16 + 4)
 
 
+def test_a_narrow_sum_is_rounded_once():
+    one, part = adding.Sum(jnp.bfloat16(1)), jnp.float32(2**-8 + 2**-17)  # alone it is rounded to 2**-8
+    adding.run(jax.make_jaxpr(lambda x: x)(part), [part], [one])
+    assert (one.total.dtype, one.total) == (jnp.bfloat16, 1 + 2**-7)
+
+
+def test_what_a_program_rounds_is_rounded():
+    one, x = adding.Sum(jnp.float32(0)), jnp.float32(1 + 2**-9)
+    adding.run(jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))(x), [x], [one])
+    assert one.total == 1
+
+
 # What becomes of a finished sum
 
 FINISHED = {  # the shapes of what is finished, a sum or a slice of it
@@ -243,7 +257,7 @@ def in_big_loops(w, x):
 
 
 def to_a_big_table(w, x):
-    return jnp.zeros((16 * 128, 128)).at[jnp.arange(x.shape[0]) * 7].add(jnp.tanh(x @ w[0])).reshape(w.shape)
+    return jnp.zeros_like(w).at[jnp.arange(len(x)), 7].add(jnp.tanh(x @ w[0]))
 
 
 def slice_by_slice(w, x):
@@ -252,7 +266,18 @@ def slice_by_slice(w, x):
     return jax.grad(layers_of)(w, x)
 
 
-LARGE = {"stacked": (of_big_layers, 0.2), "carried": (in_big_loops, 0.2), "slices": (slice_by_slice, 0.4)}
+def slice_at_a_place(w, x):
+    layers_of = lambda w, x: lax.fori_loop(0, 4, lambda n, h: jnp.tanh(h @ w[n]), x).sum()
+    return jax.grad(layers_of)(w, x)
+
+
+LARGE = {
+    "stacked": (of_big_layers, 0.2),
+    "carried": (in_big_loops, 0.2),
+    "a table": (to_a_big_table, 0.2),
+    "slices": (slice_by_slice, 0.4),
+    "slices at places": (slice_at_a_place, 0.4),
+}
 
 
 @pytest.mark.parametrize("name", LARGE)
