@@ -99,5 +99,4 @@ def decoders(on: Target) -> Iterator[tuple[str, Facts]]:
     yield "gradient, then update", memory(then(tx), tx, 1)
     yield "gradient, then MultiSteps", memory(then(peer), peer, 1)
     # Above is what tests/accelerators/test_facts.py asks; each takes a TPU's compiler half a minute.
-    yield "value_and_grad, in a scan", memory(update(ours(in_place=False)), inner, 8)
     yield "whole batch", memory(update(jax.value_and_grad(loss)), inner, 8)

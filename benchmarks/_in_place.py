@@ -148,12 +148,11 @@ class Ways(NamedTuple):
             "one micro-batch": self.compiled(self.alone(), 1),
             "in place": self.compiled(self.ours()),
             "with statistics": self.compiled(self.ours(statistics=True)),
-            "added after": self.compiled(self.ours(in_place=False)),
             "by hand": self.compiled(self.by_hand),
         }
         found = {f"{way}, P": self.temporary(program) for way, program in ways.items()}
         if is_gpu(self.on):
-            found |= {f"beta = 1, {way}": sums_in_products(ways[way]) for way in ("in place", "added after")}
+            found |= {f"beta = 1, {way}": sums_in_products(ways[way]) for way in ("in place", "by hand")}
         return found
 
     def ours(self, **options: Any) -> Callable[..., Any]:

@@ -96,18 +96,17 @@ def micro_step(on: Target, tx: Any, params: Tree) -> Facts:
 
 def backward(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a micro-step of `value_and_apply_gradients` moves: 64 rows, forward, backward, AdamW."""
-    for name, in_place in (("added inside the backward pass", True), ("added after it", False)):
-        found, copy = _backward_step(on, _product, in_place=in_place)
-        opening = sum(part.bytes for part in found.parts if any("iteration" in place for place in part.within))
-        yield (
-            name,
-            {
-                "held, P": found.least / copy,
-                "opening adds, P": opening / copy,
-                "emitting adds, P": (found.most - found.least - opening) / copy,
-                "temporary, P": (found.temporary or 0) / copy,
-            },
-        )
+    found, copy = _backward_step(on, _product)
+    opening = sum(part.bytes for part in found.parts if any("iteration" in place for place in part.within))
+    yield (
+        "added inside the backward pass",
+        {
+            "held, P": found.least / copy,
+            "opening adds, P": opening / copy,
+            "emitting adds, P": (found.most - found.least - opening) / copy,
+            "temporary, P": (found.temporary or 0) / copy,
+        },
+    )
 
 
 def weighed(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -227,19 +226,18 @@ def products(on: Target) -> Iterator[tuple[str, Facts]]:
     stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
     batch = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
     for name, loss, params in (("a scan over layers", stacked, stack), ("layers one by one", unrolled, matrices)):
-        for in_place in (True, False):
-            step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8, in_place=in_place))
-            program = by_cublas(on, step.lower(*map(on.one().shapes, (params, batch))))
-            found = count_traffic(program)
-            yield (
-                f"{name}, {'in place' if in_place else 'added after'}",
-                {
-                    "products": len(_gemms(program)),
-                    "with beta = 1, in place": sums_in_products(program),
-                    "moved, P": found.most / size(params),
-                    "temporary, P": (found.temporary or 0) / size(params),
-                },
-            )
+        step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8))
+        program = by_cublas(on, step.lower(*map(on.one().shapes, (params, batch))))
+        found = count_traffic(program)
+        yield (
+            f"{name}, in place",
+            {
+                "products": len(_gemms(program)),
+                "with beta = 1, in place": sums_in_products(program),
+                "moved, P": found.most / size(params),
+                "temporary, P": (found.temporary or 0) / size(params),
+            },
+        )
 
 
 def is_gpu(on: Target) -> bool:

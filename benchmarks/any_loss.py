@@ -33,7 +33,7 @@ class Loss:
     fun: Callable[[Tree, Tree], jax.Array]
     params: Tree
     batch: Tree
-    crossing: str = "save"
+    recompute: float = 0
 
 
 def losses() -> list[Loss]:
@@ -62,7 +62,7 @@ def losses() -> list[Loss]:
         "contrastive, n x n scores": contrastive,
     }
     found = [Loss(name, fun, net, rows) for name, fun in of_rows.items()]
-    recomputed = Loss("BatchNorm in each layer, recomputed", batch_norm, net, rows, "recompute")
+    recomputed = Loss("BatchNorm in each layer, recompute=1", batch_norm, net, rows, recompute=1)
     return [Loss("decoder, padded, tied, remat", padded_decoder, decoder, tokens), *found, recomputed]
 
 
@@ -135,7 +135,7 @@ def padded_decoder(params: Tree, batch: Tree) -> jax.Array:
 
 def measured(loss: Loss, turns: int) -> tuple[str, ...]:
     """Returns a row of the table, after both ways gave the same value and gradient."""
-    ways = jax.value_and_grad(loss.fun), optax_accum.value_and_grad(loss.fun, K, crossing=loss.crossing)
+    ways = jax.value_and_grad(loss.fun), optax_accum.value_and_grad(loss.fun, K, recompute=loss.recompute)
     whole, ours = (jax.jit(way).lower(loss.params, loss.batch).compile() for way in ways)
     error = _measure.relative_difference(ours(loss.params, loss.batch), whole(loss.params, loss.batch))
     if not error <= TOLERANCE:

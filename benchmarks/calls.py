@@ -102,28 +102,42 @@ def _policies(leaves: int, turns: int) -> str:
 
 
 def _in_place(dtype: Any, statistics: bool, leaves: int, turns: int) -> str:
-    """Returns the time that a gradient takes to compile which is added in place, as a multiple of one added after."""
+    """Returns the time that a gradient takes to compile, as a multiple of one that is added by hand."""
     random = np.random.default_rng(0)
     params = [jnp.asarray(random.normal(size=(8, 8)) / 3, dtype) for _ in range(leaves)]
     batch = jnp.asarray(random.normal(size=(8, 8)), dtype)
     loss = lambda params, x: jnp.mean(functools.reduce(lambda x, w: x + jnp.tanh(x @ w), params, x).astype("f") ** 2)
 
+    def by_hand(params: Any, batch: Any) -> tuple[Any, Any]:
+        def add(sums: Any, x: Any) -> tuple[Any, None]:
+            return jax.tree.map(lambda total, part: total + part / 4, sums, jax.value_and_grad(loss)(params, x)), None
+
+        zeros = jnp.float32(0), [jnp.zeros(leaf.shape) for leaf in params]
+        return jax.lax.scan(add, zeros, batch.reshape(4, 2, 8))[0]
+
     def compiled(way: str) -> tuple[float, Any]:
         options = {"num_microbatches": 4, "accumulator_dtype": jnp.float32, "statistics": statistics}
-        call = optax_accum.value_and_grad(loss, **options, in_place=way == "in place")
+        call = by_hand if way == "by hand" else optax_accum.value_and_grad(loss, **options)
         seconds, program = _compiled(jax.jit(call), params, batch)
         return seconds, program(params, batch)[1]  # the norms are added up in another order
 
     of = f"{leaves} {jnp.dtype(dtype)} leaves, float32 sums" + (", statistics" if statistics else "")
-    return _compilations(of, compiled, ("added after", "in place"), 1.2, turns)
+    return _compilations(of, compiled, ("by hand", "in place"), 1.2, turns, 2**-6)
 
 
 def _compilations(
-    of: str, compiled: Callable[[str], tuple[float, Any]], ways: tuple[str, ...], most: float, turns: int
+    of: str,
+    compiled: Callable[[str], tuple[float, Any]],
+    ways: tuple[str, ...],
+    most: float,
+    turns: int,
+    tolerance: float = 0.0,
 ) -> str:
     """Returns the time that each way takes to trace and compile, as a multiple of the first; the second has a goal."""
     results = [compiled(way)[1] for way in ways]  # compiles what a process compiles once, too
-    assert all(_measure.relative_difference(each, results[0]) == 0 for each in results), f"of {ways} one is wrong"
+    assert all(_measure.relative_difference(each, results[0]) <= tolerance for each in results), (
+        f"of {ways} one is wrong"
+    )
     times = np.array([[compiled(way)[0] for way in ways] for _ in range(turns)])
     rows = [("way", f'/ "{ways[0]}"', "quartiles of the turns", "ms"), *_measure.by_turns(ways, times)]
     ratio = float(np.median(times[:, 1] / times[:, 0]))

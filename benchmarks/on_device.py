@@ -79,7 +79,7 @@ def check_reversed_scan() -> None:
     """Raises where the gradient of what a scan reads, added in place, comes out in the wrong order (jax#32411)."""
     times = jnp.arange(5.0)
     loss = lambda x, _: jax.lax.scan(lambda total, pair: (total + pair[0] * pair[1], None), 0.0, (x, times))[0]
-    step = optax_accum.value_and_grad(loss, num_microbatches=2, batch_argnums=1, in_place=True)
+    step = optax_accum.value_and_grad(loss, num_microbatches=2, batch_argnums=1)
     got = jax.jit(step)(jnp.ones(5), jnp.zeros((2, 1)))[1]
     np.testing.assert_allclose(got, times, err_msg="A scan's gradient is in the wrong order.")
 
@@ -229,15 +229,15 @@ def _microbatch(loss: Callable[..., Any]) -> Callable[..., Any]:
     return optax.microbatching.microbatch(jax.value_and_grad(loss), argnums=1, microbatch_size=1, accumulator=mean)
 
 
-def _fused(small: bool, in_place: bool | None) -> Way:
+def _fused(small: bool) -> Way:
     loss, params, tokens = _decoded(small)
     tx = optax_accum.accumulate_gradients(optax.adamw(1e-3), EVERY)
-    step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
     return _way([lambda *args: step(*args)[1:]], tx, params, lambda p: tokens(EVERY)(p)[:1])
 
 
-def _ours(in_place: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return functools.partial(optax_accum.value_and_grad, num_microbatches=EVERY, in_place=in_place)
+def _ours(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return optax_accum.value_and_grad(loss, num_microbatches=EVERY)
 
 
 # Within a call: a residual network with BatchNorm, whose statistics are the whole batch's.
@@ -273,8 +273,8 @@ def _images(small: bool, how: Callable[[Callable[..., Any]], Callable[..., Any]]
     return _way([step], inner, params, varied, held=0)
 
 
-def _few_images(crossing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return functools.partial(optax_accum.value_and_grad, microbatch_size=IMAGES_AT_A_TIME, crossing=crossing)
+def _few_images(recompute: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return functools.partial(optax_accum.value_and_grad, microbatch_size=IMAGES_AT_A_TIME, recompute=recompute)
 
 
 WAYS: dict[str, Callable[[bool], Way]] = {
@@ -283,15 +283,13 @@ WAYS: dict[str, Callable[[bool], Way]] = {
     "across calls: update": _update,
     "across calls: optax.MultiSteps": _multi_steps,
     "within a call: the whole batch": lambda small: _within(small, jax.value_and_grad),
-    "within a call: value_and_grad, in place": lambda small: _within(small, _ours(True)),
-    "within a call: value_and_grad, in a scan": lambda small: _within(small, _ours(False)),
+    "within a call: value_and_grad": lambda small: _within(small, _ours),
     "within a call: optax.microbatch": lambda small: _within(small, _microbatch),
-    "a decoder's micro-step: value_and_apply_gradients": lambda small: _fused(small, None),
-    "a decoder's micro-step: the same, in_place=False": lambda small: _fused(small, False),
+    "a decoder's micro-step: value_and_apply_gradients": _fused,
     "BatchNorm, 256 images: the whole batch": lambda small: _images(small, jax.value_and_grad),
-    "BatchNorm, 256 images: value_and_grad": lambda small: _images(small, _few_images("save")),
-    'BatchNorm, 256 images: the same, crossing="recompute"': lambda small: _images(small, _few_images("recompute")),
-    'BatchNorm, 256 images: the same, crossing="offload"': lambda small: _images(small, _few_images("offload")),
+    "BatchNorm, 256 images: value_and_grad, recompute=0": lambda small: _images(small, _few_images(0)),
+    "BatchNorm, 256 images: the same, recompute=0.6": lambda small: _images(small, _few_images(0.6)),
+    "BatchNorm, 256 images: the same, recompute=4": lambda small: _images(small, _few_images(4)),
 }
 
 

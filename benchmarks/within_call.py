@@ -25,8 +25,7 @@ from benchmarks._measure import Target, Tree, digits
 WHOLE = "whole batch"
 SCAN = "hand-written scan"
 MICROBATCH = "optax.microbatch"
-OURS_SCAN = "ours: scan"
-OURS = "ours: in place"
+OURS = "ours"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 OPTIMIZERS = {"Adam": lambda: optax.adam(1e-3), "SGD": lambda: optax.sgd(1e-3, momentum=0.9)}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of the largest entry of a leaf
@@ -110,7 +109,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def _measured(case: Case, seconds: float) -> Measured:
     loss, params, batch = MODELS[case.model](DTYPES[case.dtype])
-    gradients = _gradients(loss, case.k, case.dtype)
+    gradients = _gradients(loss, case.k)
     expected = jax.jit(gradients[WHOLE])(params, batch)
     difference = {name: _compared(case, name, jax.jit(g)(params, batch), expected) for name, g in gradients.items()}
     tx, runners, compile_seconds = OPTIMIZERS[case.optimizer](), {}, {}
@@ -151,17 +150,13 @@ def _step(gradient: Callable[..., Tree], tx: optax.GradientTransformation) -> Ca
     return step
 
 
-def _gradients(loss: Callable[..., Any], k: int, dtype: str) -> dict[str, Callable[..., Tree]]:
-    ours = lambda in_place: (
-        lambda params, batch: optax_accum.value_and_grad(loss, num_microbatches=k, in_place=in_place)(params, batch)[1]
-    )
-    contenders = {
+def _gradients(loss: Callable[..., Any], k: int) -> dict[str, Callable[..., Tree]]:
+    return {
         WHOLE: jax.grad(loss),
         SCAN: functools.partial(_hand_written, loss, k),
         MICROBATCH: functools.partial(_optax_microbatch, loss, k),
-        OURS_SCAN: ours(False),
+        OURS: lambda params, batch: optax_accum.value_and_grad(loss, num_microbatches=k)(params, batch)[1],
     }
-    return contenders | ({OURS: ours(True)} if dtype == "float32" else {})  # bfloat16 falls back to the scan
 
 
 def _hand_written(loss: Callable[..., Any], k: int, params: Tree, batch: Tree) -> Tree:
@@ -203,10 +198,9 @@ def _rendered(table: Measured) -> str:
 
 
 def _targets() -> list[Target]:
-    ours = lambda table: OURS if OURS in table.seconds else OURS_SCAN
-    gain = lambda other: lambda table: table.seconds[ours(table)] / table.seconds[other]
-    memory = lambda table: table.total[ours(table)] / table.total[MICROBATCH]
-    compiling = lambda table: table.compile_seconds[ours(table)] / table.compile_seconds[SCAN]
+    gain = lambda other: lambda table: table.seconds[OURS] / table.seconds[other]
+    memory = lambda table: table.total[OURS] / table.total[MICROBATCH]
+    compiling = lambda table: table.compile_seconds[OURS] / table.compile_seconds[SCAN]
     stacked = lambda case: (case.model, case.dtype, case.optimizer, case.k) == ("stacked", "float32", "Adam", 8)
     cut = lambda case: case.k > 1 and case.dtype == "float32"
     return [

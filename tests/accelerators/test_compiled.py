@@ -137,13 +137,12 @@ def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
     ("case", "mixture"), [("tied embedding", "bfloat16"), *sweep([("scan", "bfloat16"), ("scan", "float32")])]
 )
 def test_in_place_micro_batches_need_the_memory_of_one(case, mixture):
-    """With statistics, a layer's gradient more, of 16 layers. What is added after has its gradients beside the sum."""
+    """With statistics, a layer's gradient more, of 16 layers. What is added by hand has its gradients beside the sum."""
     ways = _in_place.Ways(programs.target("cpu"), _in_place.CASES[case], _in_place.MIXTURES[mixture], 4)
     with programs.as_shipped():
         one = ways.temporary(ways.compiled(ways.alone(), 1))
         inside, measured, after = (
-            ways.temporary(ways.compiled(ways.ours(**options)))
-            for options in ({}, {"statistics": True}, {"in_place": False})
+            ways.temporary(ways.compiled(way)) for way in (ways.ours(), ways.ours(statistics=True), ways.by_hand)
         )
     assert inside <= one + 0.04
     assert measured <= inside + 0.07

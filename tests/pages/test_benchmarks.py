@@ -171,7 +171,6 @@ def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
         assert {name[:4] for name in rows} == {"h100", "v5e:", "cpu,"}
         for name, row in rows.items():
             assert row[f"{way}, P"] <= row["by hand, P"] - gain, (name, case)
-            assert row["added after, P"] <= row["by hand, P"] + 0.01, (name, case)
 
 
 @pytest.mark.sweep
