@@ -1,4 +1,4 @@
-"""The cost of one update within a call: ours by scan and in place, `optax.microbatch`, a hand-written scan.
+"""The cost of one update within a call: ours by `value_and_grad`, `optax.microbatch`, a hand-written scan.
 
 Run `python -m benchmarks.within_call --quick`, or without `--quick` for all tables. Before a table prints a time, every
 gradient is compared with that of the whole batch.
