@@ -24,7 +24,8 @@ TOLERANCE = 1e-4  # of the largest entry of all gradients, of each statistic
 NOTES = f"""\
 {ROWS} images or graphs, k = {K}, float32. Error: the largest difference from the whole batch's gradient, of its largest
 entry, and from its running statistics. Memory: temporary memory of the compiled program, with what crosses from one
-BatchNorm to the next saved, or in part recomputed (`recompute=0.6`). Time: the whole batch's is 1; medians of the turns."""
+BatchNorm to the next saved, or in part recomputed (`recompute=0.6`). Time: the whole batch's is 1; medians of the
+turns."""
 COLUMNS = ("model", "error", "memory, whole batch", "saved", "recomputed", "time, saved", "time, recomputed")
 
 _norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9)

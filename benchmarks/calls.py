@@ -108,14 +108,16 @@ def _in_place(dtype: Any, statistics: bool, leaves: int, turns: int) -> str:
     batch = jnp.asarray(random.normal(size=(8, 8)), dtype)
     loss = lambda params, x: jnp.mean(functools.reduce(lambda x, w: x + jnp.tanh(x @ w), params, x).astype("f") ** 2)
 
-    def by_hand(params: Any, batch: Any) -> tuple[Any, Any]:
-        def add(sums: Any, x: Any) -> tuple[Any, None]:
-            return jax.tree.map(lambda total, part: total + part / 4, sums, jax.value_and_grad(loss)(params, x)), None
-
-        zeros = jnp.float32(0), [jnp.zeros(leaf.shape) for leaf in params]
-        return jax.lax.scan(add, zeros, batch.reshape(4, 2, 8))[0]
-
     def compiled(way: str) -> tuple[float, Any]:
+        def by_hand(params: Any, batch: Any) -> tuple[Any, Any]:
+            def add(sums: Any, x: Any) -> tuple[Any, None]:
+                return jax.tree.map(
+                    lambda total, part: total + part / 4, sums, jax.value_and_grad(loss)(params, x)
+                ), None
+
+            zeros = jnp.float32(0), [jnp.zeros(leaf.shape) for leaf in params]
+            return jax.lax.scan(add, zeros, batch.reshape(4, 2, 8))[0]
+
         options = {"num_microbatches": 4, "accumulator_dtype": jnp.float32, "statistics": statistics}
         call = by_hand if way == "by hand" else optax_accum.value_and_grad(loss, **options)
         seconds, program = _compiled(jax.jit(call), params, batch)
