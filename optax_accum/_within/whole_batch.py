@@ -36,6 +36,7 @@ from optax_accum._within.traced_call import (
 )
 
 _ADDED_IN_PLACE = "gradients that are added in place, as those that are differentiated again are not"
+_TWINS = "parameters with gradients of their own, where devices keep shards: two have the same, as those of a + b"
 _SUM_OVER_ROWS = (
     "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
     "is added in the end. Give the term to the optimizer"
@@ -148,7 +149,10 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     empty = dtypes.gradients_like(
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
-    ending = device.ending(empty, None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS)
+    missing = None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS
+    if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
+        missing = _TWINS  # one sum is finished once, for one shard
+    ending = device.ending(empty, missing)
     ends: dict[Value, Finish] = {}
     if ending is not None:
         finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]

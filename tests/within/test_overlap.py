@@ -222,6 +222,21 @@ def test_where_it_cannot_be_an_error_says_what_it_needs(options, needs):
         jax.jit(call)(PARAMS, BATCH)
 
 
+def test_parameters_with_one_gradient_and_other_shards():
+    """It was reduced for the shard of the last of them: the others got numbers of no one."""
+    params, x = {"a": jnp.ones((8, 4)), "b": jnp.ones((8, 4))}, jnp.sin(jnp.arange(128.0)).reshape(16, 8)
+    loss = lambda p, x: jnp.mean(jnp.tanh(x @ (p["a"] + p["b"])) ** 2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    to = {"a": P("data"), "b": P(None, "data")}
+    call = lambda **options: optax_accum.value_and_grad(loss, 2, devices=optax_accum.Devices("data", **options))
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match="overlap=True needs parameters with gradients of their own"):
+            jax.jit(call(to=to, overlap=True))(params, x)
+        for options in ({"to": to}, {"overlap": True}):  # the remedies
+            found = jax.device_get(jax.jit(call(**options))(params, x)[1])
+            chex.assert_trees_all_close(found, jax.grad(loss)(params, x), rtol=1e-5)
+
+
 def test_outside_jit_it_says_so():
     call = optax_accum.value_and_grad(mean, 2, devices=optax_accum.Devices("data", overlap=True))
     with (
