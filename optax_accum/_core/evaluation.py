@@ -19,6 +19,8 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
         values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
     values = varying_as(values, [atom.aval for atom in equation.invars])
+    if equation.primitive.name == "reshard" and equation.params["dst_sharding"].mesh.empty:
+        return values  # a gradient of what was traced on no mesh: it lies where it lies
     if equation.primitive.name == "pvary":  # which takes no value that varies already, as one evaluated here may
         return varying_together(values, like=[var.aval for var in equation.outvars])
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
