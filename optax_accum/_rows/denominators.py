@@ -123,7 +123,9 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
         return Reason(f"each row takes {extreme}", extreme.by.place, True)
     [(by, exponent), *more] = powers
     if more or exponent != -1:
-        return Reason("a sum over rows that several counts divide, or multiply", sums[0].place, True)
+        text = "a sum over rows that several counts divide, or multiply"
+        cancels = sum(exponent for _, exponent in powers) == -1  # if two are the same, one is left, and whoever
+        return Reason(text, sums[0].place, True, unless_weighed=cancels)  # passes a weight says that they are
     if isinstance(by, str):
         return Denominator(by, sums)
     assert isinstance(by, Sum)  # there is no extreme among them
