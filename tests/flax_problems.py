@@ -83,7 +83,7 @@ def equal(got, want):
 
 
 def rows_of(batch):
-    """Micro-batches of BatchNorm across calls are averaged by their rows: one says so."""
+    """A `weight_fn`: a call counts by its rows."""
     return len(batch[0])
 
 

@@ -147,10 +147,13 @@ class Loss:
         """How a micro-batch is weighed; `loss` holds shapes."""
         check_loss(loss, None)
         check_single(loss)
-        if isinstance(loss, Ratio):
-            self._check_ratio(weight is not None or self.weight_fn is not None)
+        is_ratio, is_weighed = isinstance(loss, Ratio), weight is not None or self.weight_fn is not None
+        if is_ratio:
+            self._check_ratio(is_weighed)
+        read = self._read(device, call, is_weighed=is_ratio or is_weighed)
+        if is_ratio:
             return ByCount(mean_and_factor)
-        by_weight = self._by_weight(device, call) if weight is None else ByWeight(checks.as_weight(weight))
+        by_weight = self._by_weight(call, read) if weight is None else ByWeight(checks.as_weight(weight))
         mean, factor = mean_and_factor(by_weight.weight)
         return ByWeight(mean, factor * by_weight.factor)
 
@@ -165,12 +168,16 @@ class Loss:
                 '"mean", or return the total alone.'
             )
 
-    def _by_weight(self, device: Device, call: Call) -> ByWeight:
+    def _read(self, device: Device, call: Call, *, is_weighed: bool) -> ByWeight | None:
+        """How the loss says that the micro-batch counts; raises where micro-batches do not add up."""
+        if self.reads is None or not call.batch or not (self.holds or device.count > 1):
+            return None
+        return self.reads(call, takes_a_sum=not self.divisor.is_mean, is_weighed=is_weighed, axes=device.axes)
+
+    def _by_weight(self, call: Call, read: ByWeight | None) -> ByWeight:
         """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""
         if self.weight_fn:
             return ByWeight(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
-        if self.reads and call.batch and (self.holds or device.count > 1):
-            read = self.reads(call, takes_a_sum=not self.divisor.is_mean, axes=device.axes)
-            if read is not None:
-                return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
+        if read is not None:
+            return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
         return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))

@@ -120,13 +120,14 @@ class Step:
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
-        is_weighed = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
-        if self.reads is None or is_weighed or not call.batch or not any(map(has_several, states_in(state))):
+        if self.reads is None or not call.batch or not any(map(has_several, states_in(state))):
             return keywords
+        ways = keywords.weight, self.loss.weight_fn, self.loss.returns.weight_of
+        is_weighed = any(way is not None for way in ways)
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
         takes_a_sum = unread(self.inner, ["rows"], args, extra_args)
-        return keywords._replace(read=self.reads(call, takes_a_sum=takes_a_sum))
+        return keywords._replace(read=self.reads(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
 
     @property
     def _of_inner(self) -> set[str]:

@@ -32,6 +32,7 @@ def value_and_apply_gradients(
     weight_fn: Callable[..., Any] | None = None,
     weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
+    exact: bool = True,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Returns a train step: loss, gradient added in place, and update.
 
@@ -63,13 +64,19 @@ def value_and_apply_gradients(
         by: a sum over a mask, or the number of rows, and rows with a
         warning where nothing shows that this is right; 1 if `tx` takes a
         sum. `weight=` in a call replaces it. (A window inside a chain is
-        told the same.)
+        told the same.) No weight is right for a loss that compares rows:
+        see `exact`.
       weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
         (`aux` is None without `has_aux`): losses times weights are added,
         and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i
         of a window gets `jax.random.fold_in(key, i)`, with `devices` of
         a key of the device's own. Pass another key in each window.
+      exact: whether the update is to be the whole batch's, so that a loss
+        whose micro-batches certainly do not add up raises, however they are
+        weighed. False: each micro-batch counts by itself, as with
+        `optax.MultiSteps`. Then the loss is not read: without `weight` and
+        `weight_fn` a micro-batch counts by its rows.
 
     With `devices` in `tx`, each device differentiates its own rows of the
     batch and adds to its own partial sum; `fun` and `weight_fn` see the
@@ -91,8 +98,8 @@ def value_and_apply_gradients(
       TypeError, ValueError: the loss is not a real scalar; arguments whose
         roles do not fit; a keyword that neither `fun` names nor `tx` reads;
         a loss whose micro-batches do not add up, however they are weighed
-        (BatchNorm, several denominators, a sum for a mean), unless you say
-        how they count. `explain` shows the lines. Otherwise as
+        (BatchNorm, InfoNCE, several denominators, a sum for a mean), unless
+        `exact=False`. `explain` shows the lines. Otherwise as
         `accumulate_gradients`.
 
     Guarantees:
@@ -151,7 +158,8 @@ def value_and_apply_gradients(
     )
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
-    reads = _reading(fun, roles, has_aux)
+    checks.check_flag("exact", exact, may_be_none=False)
+    reads = _reading(fun, roles, has_aux) if exact else None
     loss = Loss(
         fun,
         returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
@@ -179,14 +187,14 @@ def value_and_apply_gradients(
 
 
 def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
-    """A function that reads off a loss how its micro-batch is weighed; a sum is only checked."""
+    """A function that reads off a loss how its micro-batch is weighed; a sum, or what is weighed, is only checked."""
 
-    def read(call: Call, *, takes_a_sum: bool, axes: Axes = ()) -> ByWeight | None:
+    def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> ByWeight | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
         weigher = weighing.Weigher(fun, roles, has_aux=has_aux, axes=axes)
-        if takes_a_sum:
-            weigher.check_sum(call)
+        if takes_a_sum or is_weighed:
+            weigher.check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
             return None
         weight = weigher.weight(call)
         return None if weight is None else ByWeight(weight, weigher.factor(call, weight))

@@ -138,7 +138,8 @@ def explain(
         (contrastive losses), or numbered: none, with the lines.
       * A `jax.custom_vjp` whose rule is not linear in the cotangent (a
         clip): none, for a micro-batch's cotangents are larger.
-      * A `Ratio`: none; it says itself what it counts.
+      * A `Ratio`: none; it says itself what it counts. If its total or its
+        count certainly does not add up, the lines.
     """
     checks.check_flag("has_aux", has_aux, may_be_none=False)
     is_cut = (num_microbatches, microbatch_size) != (None, None)

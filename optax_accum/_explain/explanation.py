@@ -169,17 +169,19 @@ class Explanation:
             yield from _filled("Across calls one weight is not enough, since terms have denominators of their own:")
             for weight in self.weights:
                 yield from _filled(f"{_divides(weight)}: {weight}", "  ")
-            yield from _filled("Within a call value_and_grad takes them all.")
+            yield from _filled(f"Within a call value_and_grad takes them all. {BY_ITSELF}")
         for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in self.weights if weight.guard):
             yield from _filled(f"{by}, {guard}, keeps the sum from zero; the weight may be 0.")
 
 
+# The error of a step across calls says it, too.
+BY_ITSELF = "If each micro-batch is to count by itself, as with optax.MultiSteps, build the step with exact=False."
 _BEFORE = {
     NOT_EXACT: "Across calls no weight gives the whole batch's gradient:",
     CANNOT_BE_READ: "Across calls it cannot be read how much a micro-batch counts:",
 }
 _AFTER = {
-    NOT_EXACT: "Within a call value_and_grad is exact.",
+    NOT_EXACT: f"Within a call value_and_grad is exact. {BY_ITSELF}",
     CANNOT_BE_READ: "If micro-batches add up, pass weight= or weight_fn=. Within a call value_and_grad is exact.",
 }
 

@@ -1,6 +1,5 @@
 """How much a micro-batch of a loss counts across calls: read off the traced loss, and computed from a batch."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +16,12 @@ from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.messages import counted
 from optax_accum._core.types import Axes, Name, Tree
-from optax_accum._explain.explanation import PLAIN, Weight
+from optax_accum._explain.explanation import BY_ITSELF, PLAIN, Weight
 from optax_accum._explain.written import summed
 from optax_accum._loss.parts import Returns
-from optax_accum._loss.ratio import check_loss, is_ratio
+from optax_accum._loss.ratio import as_ratio, check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
-from optax_accum._rows.forms import Reason
+from optax_accum._rows.forms import TAKES, Reason
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Program
 from optax_accum._within.splitting import Sizes
@@ -88,14 +87,22 @@ class Subject:
         ]
 
 
-def terms_of(subject: Subject, found: TracedCall) -> dict[str | None, Found] | None:
-    """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them."""
-    loss = Returns(subject.has_aux).parts(found.traced.shapes).loss
+Terms = dict[str | None, Found] | None
+
+
+def terms_of(subject: Subject, found: TracedCall) -> Terms:
+    """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them, that may add up."""
+    returns, shapes = Returns(subject.has_aux), found.traced.shapes
+    loss = returns.parts(shapes).loss
     check_loss(loss, None)
     others = [None if name in subject.batch else text for name, text, _ in subject.inputs]
     terms = loss if isinstance(loss, dict) else {None: loss}
     if any(map(is_ratio, terms.values())):
-        return None
+        places = jax.tree.unflatten(jax.tree.structure(shapes), range(len(jax.tree.leaves(shapes))))
+        sums = jax.tree.leaves(as_ratio(returns.taken_apart(places).loss))
+        reasons = (reason for place in sums for reason in reasons_of(found.levels, place))
+        certain = [reason for reason in reasons if reason.is_certain and not reason.unless_weighed]
+        return {None: Found((), tuple(dict.fromkeys(certain)))} if certain else None
     names = sorted(terms, key=str)
     return {name: denominators_of(found.levels, others, place, subject.along) for place, name in enumerate(names)}
 
@@ -144,6 +151,30 @@ class Read(NamedTuple):
         return jnp.where(weight == 0, 1, self.denominator.kept(by) / by)
 
 
+class Answer(NamedTuple):
+    """What the trace of a loss says about micro-batches.
+
+    Attributes:
+      subject: the loss; it holds types alone.
+      program: the program of rows.
+      found: what divides the loss, or each of its terms; empty for a `Ratio` that may add up.
+      spoken_to: what it takes from other devices, so that their micro-batches do not count each by itself.
+    """
+
+    subject: Subject
+    program: Program
+    found: Sequence[Found]
+    spoken_to: Sequence[Reason]
+
+    @property
+    def reasons(self) -> list[Reason]:
+        return [reason for term in self.found for reason in term.reasons]
+
+    @property
+    def denominators(self) -> list[Denominator]:
+        return [one for term in self.found for one in term.denominators]
+
+
 class Weigher:
     """How much micro-batches of a loss count in a mean: its denominator.
 
@@ -187,17 +218,32 @@ class Weigher:
 
         return None if self.weight(call) is None else weight
 
-    def check_sum(self, call: Call) -> None:
-        """Warns where nothing shows that micro-batches of the loss add up, whatever divides it."""
-        reasons: Sequence[Reason] = ()
-        with contextlib.suppress(Exception):  # what cannot be read, as a loss that communicates, tells nothing
-            reasons = self._subject(call).ask(lambda f: [*self._spoken_to(f), *reasons_of(f.levels, 0)], integers=True)
-        if reasons:
+    def check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
+        """Raises where micro-batches of the loss do not add up, whatever they weigh.
+
+        Warns where nothing shows that they do, unless the user weighs them (`is_weighed`) and so says it.
+        """
+        try:
+            answer = self._ask(call, _of_sum if takes_a_sum else terms_of)
+        except Exception:  # whatever the loss raises for twice as many rows
+            return
+        if not answer.spoken_to:
+            _check_adds_up(answer)
+        if (reasons := [*answer.spoken_to, *answer.reasons]) and not is_weighed:
             messages.warn(
                 "Nothing shows that micro-batches of this loss add up to the whole batch:"
                 f"{_listed(map(str, reasons))}\nIf their sum is meant nevertheless, say how they count: "
                 "weight_fn=lambda batch: 1.0, say."
             )
+
+    def _ask(self, call: Call, found_of: Callable[[Subject, TracedCall], Terms]) -> Answer:
+        subject = self._subject(call)
+
+        def answer(traced: TracedCall) -> Answer:
+            found = (found_of(subject, traced) or {}).values()
+            return Answer(subject, traced.levels.program, list(found), self._spoken_to(traced))
+
+        return subject.ask(answer, integers=True)
 
     def _spoken_to(self, found: TracedCall) -> list[Reason]:
         along = [each for each in found.traced.collectives if {*self.axes} & {*collective_axes(each)}]
@@ -211,25 +257,29 @@ class Weigher:
         return Subject(self.fun, self.roles, types, Sizes(1, None, 1), self.has_aux, along=along)
 
     def _read(self, call: Call) -> Read | None:
-        batch, subject = call[call.batch], self._subject(call)
+        batch = call[call.batch]
         try:
-            (terms, program), spoken_to = subject.ask(
-                lambda found: ((terms_of(subject, found), found.levels.program), self._spoken_to(found)), integers=True
-            )
+            answer = self._ask(call, terms_of)
         except Exception as error:  # whatever the loss raises for twice as many rows
             lines = str(error).strip().splitlines() or [type(error).__name__]
             rows = counted(count_known_rows(batch), "row")
             _warn([f"for twice its {rows} it is another program: {lines[0]}"], _ROWS)
             return None
-        if spoken_to:
-            _warn(map(str, spoken_to))
+        if answer.spoken_to:
+            _warn(map(str, answer.spoken_to))
             return None
-        found = list((terms or {}).values())
-        denominators = [one for term in found for one in term.denominators]
-        _check_adds_up([reason for term in found for reason in term.reasons], denominators)
-        if not denominators or denominators[0].makes is None:
+        _check_adds_up(answer)
+        _check_batch_tells(answer)
+        if answer.reasons:
+            _warn(map(str, answer.reasons))
+        if not answer.denominators or answer.denominators[0].makes is None:
             return None
-        return Read(subject, program, denominators[0], _times(batch))
+        return Read(answer.subject, answer.program, answer.denominators[0], _times(batch))
+
+
+def _of_sum(_: Subject, found: TracedCall) -> Terms:
+    """Returns why the losses of micro-batches may not add up, whatever count divides them."""
+    return {None: Found((), reasons_of(found.levels, 0))}
 
 
 def _times(batch: Sequence[Tree]) -> int:
@@ -241,42 +291,49 @@ def _repeated(batch: Sequence[Tree], times: int) -> Sequence[Tree]:
     return of_rows(lambda leaf: jnp.concatenate([leaf] * times), batch) if times > 1 else batch
 
 
-def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator]) -> None:
+def _check_adds_up(answer: Answer) -> None:
     """Raises where micro-batches of a loss do not add up to the whole batch, however they are weighed."""
-    lines = [str(reason) for reason in reasons if reason.is_certain]
+    certain = [reason for reason in answer.reasons if reason.is_certain and not reason.unless_weighed]
+    lines, denominators = list(map(str, certain)), answer.denominators
     if len({denominator.by for denominator in denominators}) > 1:
         by = [f"the sum over rows at {one.makes.place}" if one.makes else "the number of rows" for one in denominators]
         lines += [f"its sums are divided by {' and by '.join(by)}"]
     if lines:
+        norm = _NORM if any(reason.text.startswith(TAKES) for reason in certain) else ""
         raise ValueError(
             f"No weight makes the micro-batches of this loss add up to the whole batch:{_listed(lines)}\n"
-            f"Within a call rows are taken together, and it is exact. {_NEVERTHELESS}"
+            f"{_WITHIN} {norm}{BY_ITSELF}"
         )
     if any(one.by is None for one in denominators):
         raise ValueError(
             f"A loss that is a sum over rows, divided by no count of them ({denominators[0].sums[0].place}), is added "
             'over micro-batches, and the optimizer takes their mean. Pass reduction="sum" to accumulate_gradients, or '
-            f"divide the sum by a count. {_NEVERTHELESS}"
+            f"divide the sum by a count. {BY_ITSELF}"
         )
-    if reasons:
-        _warn(map(str, reasons))
+
+
+def _check_batch_tells(answer: Answer) -> None:
+    """Raises where something else than the batch decides what divides a loss."""
+    if certain := [reason for reason in answer.reasons if reason.is_certain]:
+        raise ValueError(
+            "The batch alone does not tell how much a micro-batch of this loss counts:"
+            f"{_listed(map(str, certain))}\nSay it: {_WEIGHT}. {_WITHIN} {BY_ITSELF}"
+        )
 
 
 def _warn(reasons: Iterable[str], remedy: str = "") -> None:
     messages.warn(
         "It cannot be read how much a micro-batch of this loss counts, nor that micro-batches add up, so it counts by "
-        f"its rows:{_listed(reasons)}\nIf micro-batches add up, say how much each counts: weight_fn=, or, of "
-        f"value_and_apply_gradients, weight= in a call. Within a call value_and_grad is exact.{remedy}"
+        f"its rows:{_listed(reasons)}\nIf micro-batches add up, say how much each counts: {_WEIGHT}. {_WITHIN}{remedy}"
     )
 
 
+_WEIGHT = "weight_fn=, or, of value_and_apply_gradients, weight= in a call"
+_WITHIN = "Within a call rows are taken together, and value_and_grad is exact."
+_NORM = "Across calls BatchNorm with running statistics is exact, or GroupNorm in its place. "
 _ROWS = (
     " Or let the loss take sizes from the batch (x.shape[0], -1), not from a constant. Rows stand along the first axis "
     "of each array of the batch: one example without that axis needs it, x[None]."
-)
-_NEVERTHELESS = (
-    "To average over micro-batches nevertheless, say how they count: weight_fn=lambda batch: "
-    "len(jax.tree.leaves(batch)[0]), say; value_and_apply_gradients takes weight= in a call, too."
 )
 
 

@@ -58,6 +58,8 @@ class Ratio:
       * A count with a derivative: exact within a call; else an error, with
         what to do.
       * A `weight_fn`, or `weight=`, beside it: an error.
+      * Rows that are compared in it (InfoNCE), across calls: an error, as
+        for any weight, unless `exact=False`.
       * A dict of Ratios and numbers: an error, with what to do.
       * A dict of Ratios across calls, or in a train step of Flax: an error,
         with what to do.

@@ -93,17 +93,23 @@ def denominators_of(
 
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
-    """The reasons why one output may not add up over micro-batches, whatever divides its sums."""
+    """The reasons why one output may not add up over micro-batches, whatever count divides its sums."""
     form = Reading(levels, rule_of).form(levels.program.outputs[output])
+    extremes = [each for term in form.terms for each in extremes_of(term.powers)]
+    largest = [Reason(str(extreme), extreme.by.place, True) for extreme in extremes]
     beside = [term.sources[0].place for term in form.sums if len(form.sums) < len(form.terms)]
     often = [Reason("a term that takes no rows, and counts in each micro-batch, beside a sum", at) for at in beside]
-    return _one_a_line([*form.reasons, *often])
+    return _one_a_line([*form.reasons, *largest, *often])
 
 
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
     """One reason for each line, sorted by line. That rows take a sum says most, so it comes before others."""
+
+    def rank(reason: Reason) -> tuple[bool, ...]:
+        return not reason.is_certain, reason.unless_weighed, not reason.text.startswith(TAKES)
+
     by_line: dict[Place, Reason] = {}
-    for reason in sorted(reasons, key=lambda reason: (not reason.is_certain, not reason.text.startswith(TAKES))):
+    for reason in sorted(reasons, key=rank):
         by_line.setdefault(reason.place, reason)
     return tuple(by_line[place] for place in sorted(by_line))
 
@@ -117,14 +123,17 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
         return Reason(f"each row takes {extreme}", extreme.by.place, True)
     [(by, exponent), *more] = powers
     if more or exponent != -1:
-        return Reason("a sum over rows that several counts divide, or multiply", sums[0].place, True)
+        text = "a sum over rows that several counts divide, or multiply"
+        cancels = sum(exponent for _, exponent in powers) == -1  # if two are the same, one is left, and whoever
+        return Reason(text, sums[0].place, True, unless_weighed=cancels)  # passes a weight says that they are
     if isinstance(by, str):
         return Denominator(by, sums)
     assert isinstance(by, Sum)  # there is no extreme among them
     makes, inputs = reading.form(by.value).sums[0].sources[0], reading.inputs.get(by.value, frozenset())
     for place in inputs:
         if others[place] is not None:
-            return Reason(f"divided by what the argument {others[place]} decides, too", makes.place, True)
+            text = f"divided by what the argument {others[place]} decides, too"
+            return Reason(text, makes.place, True, unless_weighed=True)
     guards = sorted((guard for guard in term.guards if guard is not None), key=lambda guard: guard.place)
     return Denominator(by, sums, makes, guards[0] if guards else None, _keeps(reading, by, term.guards), inputs)
 

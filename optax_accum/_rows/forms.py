@@ -33,11 +33,15 @@ class Extreme:
 
 
 class Reason(NamedTuple):
-    """Why micro-batches do not add up, whatever they weigh; or, unless `is_certain`, why nothing shows that they do."""
+    """Why micro-batches do not add up, whatever they weigh; or, unless `is_certain`, why nothing shows that they do.
+
+    `unless_weighed`: a weight that the user computes may be right, but none of the batch alone.
+    """
 
     text: str
     place: Place
     is_certain: bool = False
+    unless_weighed: bool = False
 
     def __str__(self) -> str:
         return f"{self.text}, {self.place}"

@@ -85,12 +85,13 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
         return form.times(power(scalar, -1), guards).because(*by.reasons)
     if not by.sums or not jnp.issubdtype(value.aval.dtype, jnp.inexact):
         return None
-    text = f"divided by a {name_of(by.sums[0])} and something else"
+    text, place = f"divided by a {name_of(by.sums[0])} and something else", by.sums[0].sources[0].place
     if value.aval.size > 1:
         text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
     if value in reading.model:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
-    return Form().because(*form.reasons, *by.reasons, Reason(text, by.sums[0].sources[0].place, is_certain=True))
+    is_count = value.aval.size == 1 and value in reading.model and value not in reading.levels.moving
+    return Form().because(*form.reasons, *by.reasons, Reason(text, place, True, unless_weighed=is_count))
 
 
 def _power(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:

@@ -261,10 +261,10 @@ _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "cop
 
 
 def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
-    """A result that does not add up: one reason for each line."""
+    """A result that does not add up: one reason of each kind for each line."""
     known = [reason for form in forms for reason in form.reasons]
-    places = {(reason.place, reason.is_certain) for reason in known}
-    return Form().because(*known, *(reason for reason in reasons if (reason.place, reason.is_certain) not in places))
+    kinds = {reason[1:] for reason in known}
+    return Form().because(*known, *(reason for reason in reasons if reason[1:] not in kinds))
 
 
 def _taken(term: Term, source: Equation) -> Reason:

@@ -27,8 +27,8 @@ class StepWeighing(NamedTuple):
 
     Attributes:
       weight_fn: the user's; if the optimizer takes a sum, a function that returns 1; or None.
-      weigher: without a `weight_fn`, reads the weight off the loss; None where no window averages several
-        micro-batches, of calls or of devices: a call then counts by its rows.
+      weigher: without a `weight_fn`, reads the weight off the loss; None where each micro-batch counts by itself, or no
+        window averages several, of calls or of devices: a call then counts by its rows.
     """
 
     weight_fn: Callable[..., Any] | None
@@ -40,19 +40,23 @@ class StepWeighing(NamedTuple):
         tx: Any,
         opt_state: Tree,
         weight_fn: Callable[..., Any] | None,
-        weigher: Weigher,
+        weigher: Weigher | None,
         call: Call,
         options: Mapping[str, Any],
     ) -> "StepWeighing":
+        """How those of a call count; raises where they do not add up. Without a `weigher` each counts by itself."""
         rules, window = rules_of(tx), find_window(opt_state)
-        if weight_fn is not None or window is None:
+        if window is None:
             return cls(weight_fn)
-        if rules is not None and not rules.divisor.is_mean:
-            weigher.check_sum(call)
-            return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
         # Partial sums are weighed one by one, of one call and one device, too.
-        averages = has_several(window) or (has_partial_sums(options) and options.get("num_microbatches") != 1)
-        return cls(None, weigher if averages else None)
+        if not has_several(window) and not (has_partial_sums(options) and options.get("num_microbatches") != 1):
+            weigher = None
+        is_weighed, takes_a_sum = weight_fn is not None, rules is not None and not rules.divisor.is_mean
+        if weigher is not None and (is_weighed or takes_a_sum):
+            weigher.check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
+        if takes_a_sum and not is_weighed:
+            return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
+        return cls(weight_fn, None if is_weighed else weigher)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
+from optax_accum._arguments import checks
 from optax_accum._arguments.callables import check_called_with
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.leaves import is_key, short
@@ -26,7 +27,7 @@ from optax_accum.flax._linen import TrainState, field_names, parted
 
 
 def train_step(
-    fun: Callable[..., Any], *, weight_fn: Callable[..., Any] | None = None, **options: Any
+    fun: Callable[..., Any], *, weight_fn: Callable[..., Any] | None = None, exact: bool = True, **options: Any
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Returns a jitted Linen train step that accumulates.
 
@@ -48,6 +49,10 @@ def train_step(
         and dropout are those of the whole call. Where the loss
         communicates, with partial sums, and for fp8, each micro-batch is
         weighed by it.
+      exact: whether the update is to be the whole batch's, so that a loss
+        whose calls certainly do not add up raises, however they are weighed
+        (BatchNorm by the statistics of a call). False: each call counts by
+        itself, by `weight_fn` or by its rows, and the loss is not read.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `devices` of `accumulate_gradients` need not be repeated
@@ -66,10 +71,11 @@ def train_step(
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a
         metric of the name `"loss"`; a window of several calls whose
         gradients do not add up, however they are weighed (BatchNorm,
-        several denominators, a sum for a mean), unless `weight_fn` says how
-        they count. `optax_accum.explain` shows the lines.
+        several denominators, a sum for a mean), unless `exact=False`.
+        `optax_accum.explain` shows the lines.
     """
     _calls.check_step_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
+    checks.check_flag("exact", exact, may_be_none=False)
     check_called_with(fun, "params", "batch", "key", "state")
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
@@ -129,7 +135,7 @@ def train_step(
         _check_key(key)
         own = _calls.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
-        weigher = Weigher(with_outputs, roles, has_aux=True, axes=_calls.devices_of(own).axes)
+        weigher = Weigher(with_outputs, roles, has_aux=True, axes=_calls.devices_of(own).axes) if exact else None
         call = roles.bind((state.params, batch, key, still), {})
         weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call, own)
         sums, grads = computed(own, weighing, state.params, batch, key, still)

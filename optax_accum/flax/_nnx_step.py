@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from optax_accum._arguments import checks
 from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
@@ -25,6 +26,7 @@ def train_step(
     fun: Callable[..., Any],
     *,
     weight_fn: Callable[..., Any] | None = None,
+    exact: bool = True,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     **options: Any,
@@ -45,6 +47,10 @@ def train_step(
         itself. Statistics always count by rows. Within a call all rows are
         taken together, as in `value_and_grad`. Where the loss communicates,
         and with partial sums, each micro-batch is weighed by it.
+      exact: whether the update is to be the whole batch's, so that a loss
+        whose calls certainly do not add up raises, however they are weighed
+        (BatchNorm by the statistics of a call). False: each call counts by
+        itself, by `weight_fn` or by its rows, and the loss is not read.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
@@ -66,10 +72,11 @@ def train_step(
       ValueError: a metric of the name `"loss"`; an optimizer of your own
         that changes more than values; a window of several calls whose
         gradients do not add up, however they are weighed (BatchNorm,
-        several denominators, a sum for a mean), unless `weight_fn` says how
-        they count. `optax_accum.explain` shows the lines.
+        several denominators, a sum for a mean), unless `exact=False`.
+        `optax_accum.explain` shows the lines.
     """
     _calls.check_step_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
+    checks.check_flag("exact", exact, may_be_none=False)
     check_called_with(fun, "model", "batch")
 
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
@@ -118,7 +125,7 @@ def train_step(
         opt_state = as_pure(optimizer.opt_state)
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         call = call_of_arrays(with_metrics, model, batch, wrt)
-        of_loss = weigher(with_metrics, model, batch, wrt, _calls.devices_of(placed).axes)
+        of_loss = weigher(with_metrics, model, batch, wrt, _calls.devices_of(placed).axes) if exact else None
         weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call, placed)
         (sums, rows), grads = computed(placed, weighing, model, batch)
         totals, rows = _calls.over_devices((sums, rows), placed)

@@ -45,6 +45,10 @@ def total(w, batch):
     return jnp.sum(errors(w, batch))
 
 
+def rows_of(batch):
+    return len(batch["y"])
+
+
 def over_model(w, batch):
     gate = jax.nn.sigmoid(batch["x"] @ w)
     return jnp.sum(gate * errors(w, batch)) / jnp.sum(gate)
@@ -58,10 +62,10 @@ def clipped(w):
 clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
-def trained(loss, sizes=(1, 7, 4), place=lambda rows: rows, tx=None, **keywords):
+def trained(loss, sizes=(1, 7, 4), place=lambda rows: rows, tx=None, options=None, **keywords):
     """The parameters after one window."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes)) if tx is None else tx
-    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **(options or {})))
     now, state, end = W, jax.jit(tx.init)(W), 0
     for size in sizes:
         _, now, state = step(now, state, place(jax.tree.map(lambda leaf: leaf[end : end + size], BATCH)), **keywords)  # noqa: B023
@@ -154,7 +158,7 @@ def test_inside_a_chain_a_weight_that_the_loss_returns_stays():
     assert not np.allclose(found[0], trained(masked, (4, 2, 6), tx=tx), rtol=1e-3)
 
 
-def over(devices, loss, sizes, tx=None):
+def over(devices, loss, sizes, tx=None, **options):
     """The parameters after one window on so many devices."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes), devices="data") if tx is None else tx
     mesh = jax.make_mesh(
@@ -162,7 +166,7 @@ def over(devices, loss, sizes, tx=None):
     )
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
-        return trained(loss, sizes, place, tx)
+        return trained(loss, sizes, place, tx, options)
 
 
 def unguarded(w, batch):
@@ -195,9 +199,14 @@ def test_a_device_of_padding_alone_counts_nothing_with_every_1(monkeypatch):
     ],
 )
 def test_several_devices_are_several_micro_batches_with_every_1(loss, message):
-    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
-        over(2, loss, (12,))
-    np.testing.assert_allclose(over(1, loss, (12,)), W - jax.grad(loss)(W, BATCH), rtol=1e-5)  # one alone is whole
+    """Weighed or not; unless each device's rows are to count by themselves."""
+    for weighed in ({}, {"weight_fn": rows_of}):
+        with pytest.raises(ValueError, match=f"(?s){message}.*exact=False"):
+            over(2, loss, (12,), **weighed)
+        # one alone is the whole batch
+        np.testing.assert_allclose(over(1, loss, (12,), **weighed), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+    halves = [jax.grad(loss)(W, jax.tree.map(lambda leaf: leaf[rows], BATCH)) for rows in (slice(6), slice(6, 12))]  # noqa: B023
+    np.testing.assert_allclose(over(2, loss, (12,), exact=False), W - sum(halves) / 2, rtol=1e-5)
 
 
 @pytest.mark.sweep
@@ -205,8 +214,9 @@ def test_several_devices_are_several_micro_batches_with_every_1(loss, message):
 def test_a_sum_with_every_1_is_read_over_devices_too():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduction="sum", devices="data")
     np.testing.assert_allclose(over(2, total, (12,), tx), W - jax.grad(total)(W, BATCH), rtol=1e-5)
-    with pytest.warns(UserWarning, match="(?s)micro-batches of this loss add up.*each row takes a mean over rows"):
+    with pytest.raises(ValueError, match="(?s)No weight makes.*each row takes a mean over rows.*exact=False"):
         over(2, normalised, (12,), tx)
+    over(2, normalised, (12,), tx, exact=False)  # the remedy
 
 
 @needs_devices
@@ -236,18 +246,18 @@ def test_a_window_of_one_call_in_a_shard_map_of_the_user_has_several_micro_batch
     ],
 )
 def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
-    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
-        trained(loss)
-    trained(loss, (6, 6), weight=1.0)  # the remedies
+    for weighed in ({}, {"weight": 1.0}):
+        with pytest.raises(ValueError, match=f"(?s){message}.*exact=False"):
+            trained(loss, (6, 6), **weighed)
+    trained(loss, (6, 6), options={"exact": False})  # the remedy
     trained(loss, (6, 6), tx=optax_accum.accumulate_gradients(optax.sgd(1.0), 1))  # nothing is averaged
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (normalised, "each row takes a mean over rows"),
-        (over_model, "divided by"),
         (lambda w, batch: total(w, batch) + jnp.sum(w**2), "a term that takes no rows, and counts in each micro-batch"),
+        (lambda w, batch: jnp.log(total(w, batch)), "log of a sum over rows"),
         (total, None),
     ],
 )
@@ -261,6 +271,28 @@ def test_whether_a_sum_over_micro_batches_adds_up_is_read_too(loss, message, out
     with pytest.warns(UserWarning, match=f"(?s)micro-batches of this loss add up.*\n  {message}.*test_default_weight"):
         trained(loss, (6, 6), tx=tx)
     trained(loss, (6, 6), tx=tx, weight=1.0)  # the remedy
+
+
+def over_largest(w, batch):
+    return jnp.sum(errors(w, batch) * batch["mask"] / jnp.max(batch["mask"]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (normalised, "each row takes a mean over rows"),
+        (over_model, "divided by a sum over rows that the model decides"),
+        (over_largest, "the largest of all rows"),
+    ],
+)
+@pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
+def test_a_sum_that_certainly_does_not_add_up_is_an_error_too(loss, message, outside):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum")
+    tx = optax.chain(*outside, tx) if outside else tx
+    for weighed in ({}, {"weight": 1.0}):
+        with pytest.raises(ValueError, match=f"(?s)No weight makes.*\n  {message}.*test_default_weight.*exact=False"):
+            trained(loss, (6, 6), tx=tx, **weighed)
+    trained(loss, (6, 6), tx=tx, options={"exact": False})  # the remedy
 
 
 @pytest.mark.sweep
@@ -330,7 +362,9 @@ def test_arguments_by_keyword():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("options", "traces"), [({}, 3), ({"weight_fn": lambda batch: batch["mask"].sum()}, 1)], ids=["read", "weight_fn"]
+    ("options", "traces"),
+    [({}, 3), ({"weight_fn": lambda batch: batch["mask"].sum()}, 3), ({"exact": False}, 1)],
+    ids=["read", "checked", "by itself"],
 )
 def test_a_loss_is_traced_once_and_twice_more_to_be_read(options, traces):
     """The trace is the program that is differentiated: a model that is slow to trace is not traced for each question."""

@@ -514,15 +514,23 @@ def sums_of_a_mask(p, b):
 ROUNDED = {"bf16": 1e-2, "bf16_back": 1e-2, "bf16_masked": 2e-2, "f16": 1e-2}
 
 
-def trained(loss, *sizes):
+def trained(loss, *sizes, weight=None, **options):
     """The parameters after a window of micro-batches of these sizes."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes))
-    step, params, state, start = optax_accum.value_and_apply_gradients(loss, tx), PARAMS, tx.init(PARAMS), 0
-    for size in sizes:
-        rows = slice(start, start + size)
-        _, params, state = step(params, state, jax.tree.map(lambda leaf, rows=rows: leaf[rows], BATCH))
-        start += size
+    step, params, state = optax_accum.value_and_apply_gradients(loss, tx, **options), PARAMS, tx.init(PARAMS)
+    for part in parted(sizes):
+        _, params, state = step(params, state, part, weight=weight)
     return params
+
+
+def parted(sizes):
+    ends = np.cumsum(sizes)
+    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [jax.tree.map(lambda leaf, rows=rows: leaf[rows], BATCH) for rows in rows]
+
+
+def rows_of(batch):
+    return len(batch["y"])
 
 
 KINDS = {
@@ -574,8 +582,116 @@ def test_explain_and_the_step_say_the_same(verdict, name):
             np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
 
 
+NOT_AT_ALL = r"(?s)No weight makes.*test_verdicts.py:\d+.*Within a call .*value_and_grad.*exact=False"
+WEIGHED = {
+    "weight_fn": {"weight_fn": rows_of},
+    "weight": {"weight": 3.0},
+    "weight_of": {"weight_of": lambda value, aux: 3.0},
+}
+
+
+@pytest.mark.parametrize("name", sweep(NOT_EXACT, but=KINDS["not exact"]))
+def test_no_weight_silences_what_is_certain(name):
+    for weighed in WEIGHED.values():
+        with pytest.raises(ValueError, match=NOT_AT_ALL):
+            trained(LOSSES[name], 3, 5, **weighed)
+
+
+@pytest.mark.parametrize("name", sweep(NOT_EXACT, but=["infonce", "batchnorm"]))
+@pytest.mark.parametrize(
+    ("weighed", "weights"), [({}, (3, 5)), *sweep([({"weight": 3.0}, (1, 1))])], ids=["rows", "weight"]
+)
+def test_each_micro_batch_counts_by_itself_if_one_says_so(name, weighed, weights):
+    """As with `optax.MultiSteps`: by its rows, or as the weight says."""
+    got = trained(LOSSES[name], 3, 5, exact=False, **weighed)
+    grads = [jax.grad(LOSSES[name])(PARAMS, part) for part in parted((3, 5))]
+    mean = jax.tree.map(lambda *leaves: np.average(leaves, 0, weights), *grads)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(optax.tree.sub(PARAMS, mean)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sweep(CANNOT_BE_READ, but=["log_of_mean"]))
+def test_a_weight_says_that_what_cannot_be_read_adds_up(name):
+    """No warning, which would be an error here."""
+    trained(LOSSES[name], 3, 5, weight_fn=rows_of)
+
+
+def rows_among_rows(p, b):
+    return optax_accum.Ratio(len(b["y"]) * infonce(p, b), len(b["y"]))
+
+
+def count_among_rows(p, b):
+    return optax_accum.Ratio(per(p, b).sum(), jnp.sum(per(p, b) > per(p, b).mean()))
+
+
+@pytest.mark.parametrize("loss", [rows_among_rows, count_among_rows])
+def test_a_ratio_is_a_weight_like_any_other(loss):
+    assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "not exact"
+    with pytest.raises(ValueError, match=NOT_AT_ALL):
+        trained(loss, 3, 5)
+    trained(loss, 3, 5, exact=False)  # the remedy
+
+
+def gated(p, b):
+    """The model decides what counts, and no derivative goes through it."""
+    return lax.stop_gradient(jax.nn.sigmoid(net(p, b["x"]) @ p["v"]))
+
+
+def over_gates(p, b):
+    return jnp.sum(gated(p, b) * per(p, b)) / jnp.sum(gated(p, b))
+
+
+GATED = {
+    "weight": lambda p, b: over_gates(p, b),
+    "weight_of": lambda p, b: (over_gates(p, b), jnp.sum(gated(p, b))),
+    "a Ratio": lambda p, b: optax_accum.Ratio(jnp.sum(gated(p, b) * per(p, b)), jnp.sum(gated(p, b))),
+}
+
+
+@pytest.mark.parametrize("how", GATED)
+def test_a_weight_that_the_batch_alone_does_not_tell_is_taken(how):
+    """It is exact; without one the error asks for it."""
+    with pytest.raises(ValueError, match="(?s)The batch alone does not tell.*the model decides.*weight= in a call"):
+        trained(over_gates, 3, 5)
+    options = {"has_aux": True, "weight_of": lambda _, weight: weight} if how == "weight_of" else {}
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step, params, state = optax_accum.value_and_apply_gradients(GATED[how], tx, **options), PARAMS, tx.init(PARAMS)
+    for part in parted((3, 5)):
+        weight = {"weight": jnp.sum(gated(PARAMS, part))} if how == "weight" else {}
+        _, params, state = step(params, state, part, **weight)
+    want = optax.tree.sub(PARAMS, jax.grad(over_gates)(PARAMS, BATCH))
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_weight_that_another_argument_decides_is_taken():
+    """Class weights, say."""
+
+    def of_classes(p, b, weights):
+        weight = weights[b["i"]]
+        return jnp.sum(weight * per(p, b)) / jnp.sum(weight)
+
+    classes = jnp.linspace(0.5, 2, WORDS)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step, params, state = optax_accum.value_and_apply_gradients(of_classes, tx), PARAMS, tx.init(PARAMS)
+    with pytest.raises(ValueError, match="(?s)The batch alone.*the argument weights decides, too.*weight= in a call"):
+        step(params, state, BATCH, classes)
+    for part in parted((3, 5)):
+        _, params, state = step(params, state, part, classes, weight=classes[part["i"]].sum())
+    want = optax.tree.sub(PARAMS, jax.grad(of_classes)(PARAMS, BATCH, classes))
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("exact", [None, 1, "yes"])
+def test_exact_is_a_bool(exact):
+    with pytest.raises(TypeError, match="exact must be True or False: exact="):
+        optax_accum.value_and_apply_gradients(mean, optax.sgd(1.0), exact=exact)
+
+
 def test_a_text_says_the_verdict():
     said = {name: str(optax_accum.explain(LOSSES[name], PARAMS, BATCH)) for name in ("mean", "infonce", "log_of_mean")}
     assert "Across calls the weight of a micro-batch is its number of rows." in said["mean"]
     assert "Across calls no weight gives the whole batch's gradient:" in said["infonce"]
+    assert "build the step with exact=False" in said["infonce"].replace("\n", " ")
     assert "Across calls it cannot be read how much a micro-batch counts:" in said["log_of_mean"]

@@ -31,7 +31,6 @@ from tests.flax_problems import (
     gradient,
     micro_batches,
     normalised,
-    rows_of,
 )
 from tests.tiers import sweep
 from tests.versions import since
@@ -331,7 +330,7 @@ def test_train_step(norm):
     state = created(tx, norm=norm, metrics=("loss", "accuracy"))
     whole = created(optax.sgd(0.1), train_state.TrainState)
     want, stats = gradient(whole, (X, Y)), normalised(state, (X, Y))[1] if norm else None
-    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=rows_of if norm else None)
+    step = accum.linen.train_step(fun, num_microbatches=2, exact=not norm)
     for rows in (slice(0, 8), slice(8, 12)):
         state, metrics = step(state, (X[rows], Y[rows]), jax.random.key(0))
     assert (int(state.updates), int(state.step)) == (1, 2)
@@ -356,7 +355,8 @@ def test_statistics_count_by_rows_whatever_the_weight():
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
     state = created(tx, norm=True, metrics=("loss",))
     want = normalised(state, (X, Y))[1]
-    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=lambda batch: 1e-6 + batch[2].sum())
+    weight_fn = lambda batch: 1e-6 + batch[2].sum()
+    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=weight_fn, exact=False)
     for rows in (slice(0, 8), slice(8, 12)):
         state, _ = step(state, (X[rows], Y[rows], known[rows]), jax.random.key(0))
     close(state.batch_stats, want)
@@ -408,8 +408,8 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
     state = created(optax.sgd(0.1), train_state.TrainState) if not norm else created(optax.sgd(0.1), norm=True)
     want = normalised(state, (X, Y))[1] if norm else state.apply_gradients(grads=gradient(state, (X, Y))[1]).params
     options = {} if deferred else {"devices": "data"}  # deferred: as the optimizer has it
-    weight_fn = rows_of if norm else None  # each call is normalised by itself
-    step = accum.linen.train_step(fun, num_microbatches=1, weight_fn=weight_fn, **options)
+    exact = not norm  # each call is normalised by itself
+    step = accum.linen.train_step(fun, num_microbatches=1, exact=exact, **options)
     with jax.set_mesh(mesh):
         rows, replicated = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("data",), ()))
         params, stats = jax.device_put((state.params, getattr(state, "batch_stats", None)), replicated)

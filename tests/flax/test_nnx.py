@@ -22,7 +22,7 @@ from optax_accum import flax as accum
 from optax_accum._loss import ratio
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
-from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss, rows_of
+from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
 from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
 from tests.versions import flax_before, needs_devices
@@ -211,7 +211,8 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
     optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "first"))
     fun = lambda model, batch: (loss(model, batch), {"first": jnp.mean(batch[0][:, 0])})
-    step = accum.nnx.train_step(fun, has_aux=True, num_microbatches=2, weight_fn=lambda batch: 1.0 + batch[1].sum())
+    weight_fn = lambda batch: 1.0 + batch[1].sum()
+    step = accum.nnx.train_step(fun, has_aux=True, num_microbatches=2, weight_fn=weight_fn, exact=False)
     calls = slice(0, 8), slice(8, 12)
     for rows in calls:
         metrics = step(model, optimizer, (X[rows], Y[rows]))
@@ -341,8 +342,7 @@ def test_the_train_step_over_devices(kind, deferred):
             nnx.update(model, jax.device_put(nnx.state(model), replicated))
             tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2, **axes)
             optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-            weight_fn = None if loss is nnx_loss else rows_of
-            step = accum.nnx.train_step(loss, weight_fn=weight_fn, **options)
+            step = accum.nnx.train_step(loss, exact=loss is nnx_loss, **options)
             for part in (slice(0, 8), slice(8, 12)):
                 metrics = step(model, optimizer, jax.device_put((X[part], Y[part]), rows))
             assert int(optimizer.updates[...]) == 1
@@ -720,7 +720,7 @@ def test_random_streams_and_statistics_advance_in_one_program():
 
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
     optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx.train_step(loss, num_microbatches=2, weight_fn=rows_of)
+    step = accum.nnx.train_step(loss, num_microbatches=2, exact=False)
     losses = [float(step(model, optimizer, (X, Y))["loss"]) for _ in range(4)]
     assert int(model.drop.rngs.count[...]) == 4  # one for each call, as the whole batch has it
     assert len(set(losses)) == 4

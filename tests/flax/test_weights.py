@@ -167,16 +167,33 @@ def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices,
     ],
 )
 def test_where_no_weight_is_right_an_error_shows_the_lines(trained, loss, message):
-    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
-        trained(loss, window(), SIZES, jnp.asarray)
+    for weighed in ({}, {"weight_fn": rows_of}):
+        with pytest.raises(ValueError, match=f"(?s){message}.*exact=False"):
+            trained(loss, window(), SIZES, jnp.asarray, **weighed)
+
+
+@each
+def test_each_call_counts_by_itself_if_one_says_so(trained):
+    """By its rows, or as `weight_fn` says."""
+    grads = [jax.grad(normalised)(W, batch) for batch in batches(SIZES, jnp.asarray)]
+    for options, weights in (({}, SIZES), ({"weight_fn": lambda batch: 1.0}, (1, 1, 1))):
+        found, _ = trained(normalised, window(), SIZES, jnp.asarray, exact=False, **options)
+        np.testing.assert_allclose(found, W - np.average(grads, 0, weights), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sweep
 @each
-def test_a_weight_fn_or_an_update_of_each_call_reads_nothing(trained):
-    trained(two_means, window(), SIZES, jnp.asarray, weight_fn=rows_of)  # the remedy
-    for tx in (window(every=1), optax.sgd(1.0)):
-        assert_whole(trained(two_means, tx, (12,), jnp.asarray, num_microbatches=3), two_means)
+def test_an_update_of_each_call_reads_nothing(trained):
+    for tx in (window(every=1), window("sum", every=1), optax.sgd(1.0)):
+        for options in ({}, {"weight_fn": lambda batch: 1.0}):
+            assert_whole(trained(two_means, tx, (12,), jnp.asarray, num_microbatches=3, **options), two_means)
+
+
+@each
+@pytest.mark.parametrize("exact", [None, 0, "no"])
+def test_exact_is_a_bool(trained, exact):
+    with pytest.raises(TypeError, match="exact must be True or False: exact="):
+        trained(mean, window(), SIZES, jnp.asarray, exact=exact)
 
 
 @each
@@ -219,11 +236,15 @@ def test_batch_norm_across_calls_is_averaged_if_one_says_so(train):
 
     batch = next(batches((6,), jnp.asarray))
     if train:
-        with pytest.raises(ValueError, match=r"(?s)each row takes a mean over rows, flax_problems.py:\d+.*weight_fn="):
-            accum.linen.train_step(loss, num_microbatches=1)(
-                created(window(every=2), norm=True, metrics=("loss",)), batch, jax.random.key(0)
-            )
-    options = {"weight_fn": rows_of} if train else {}
+        message = (
+            r"(?s)each row takes a mean over rows, flax_problems.py:\d+.*running statistics.*GroupNorm.*exact=False"
+        )
+        for weighed in ({}, {"weight_fn": rows_of}):
+            with pytest.raises(ValueError, match=message):
+                accum.linen.train_step(loss, num_microbatches=1, **weighed)(
+                    created(window(every=2), norm=True, metrics=("loss",)), batch, jax.random.key(0)
+                )
+    options = {"exact": False} if train else {}
     state, _ = accum.linen.train_step(loss, num_microbatches=1, **options)(
         created(window(every=2), norm=True, metrics=("loss",)), batch, jax.random.key(0)
     )
