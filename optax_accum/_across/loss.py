@@ -89,11 +89,11 @@ class Loss:
             return loss, value, weighing.counted(parts.loss)
 
         def run() -> tuple[Backward, Any]:
-            loss, backward, parts = contribution(fun, params, weighing, 0)
+            loss, backward, parts = contribution(fun, params, weighing)
             return backward, returned(loss, parts)
 
         def rest() -> Any:
-            return returned(*forward(fun, params, weighing, 0))
+            return returned(*forward(fun, params, weighing))
 
         ending = self._ending(device, acc, how, flush)
         if acc is None or (not how and (self.meter.measures or weighing.weight is None)):

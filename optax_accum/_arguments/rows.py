@@ -41,11 +41,6 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
     return rows
 
 
-def first_rows(batch: Tree) -> int:
-    """The rows of the first leaf that has some; the leaves of a stacked batch may have several lengths."""
-    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if is_split(leaf))
-
-
 def count_known_rows(batch: Tree) -> int:
     """Counts rows; raises for a symbolic dimension of `jax.export`."""
     rows: Any = count_rows(batch)

@@ -53,10 +53,5 @@ def collective_axes(equation: Any) -> tuple[str, ...]:
 _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from other devices
 
 
-def has_loop(equation: Any) -> bool:
-    """Whether an equation is a loop, or one inside it is."""
-    return any(each.primitive.name in ("scan", "while") for each in every_equation(equation))
-
-
 def is_checkpoint(equation: Any) -> bool:
     return equation.primitive.name in ("checkpoint", "remat2")

@@ -151,7 +151,6 @@ def explain(
         has_aux=has_aux,
         batch_argnums=batch_argnums,
         recompute=recompute,
-        of_whole_batch=True,
     )
     checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
     _check_gone(rules, kwargs)

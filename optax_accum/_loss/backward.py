@@ -10,33 +10,30 @@ import jax.numpy as jnp
 from optax_accum._core import adding, arithmetic, compilers, dtypes, flags
 from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import is_inexact, parted
-from optax_accum._core.types import Flag, Index, Tree, Weight
+from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss import ratio
 from optax_accum._loss.parts import Parts
-from optax_accum._loss.weighing import Weighing
+from optax_accum._loss.weighing import ByCount, ByWeight
 
 
 def contribution(
-    fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index, scale: float = 1.0
+    fun: Callable[[Tree], Parts], params: Tree, weighing: ByWeight | ByCount
 ) -> tuple[jax.Array, "Backward", Parts]:
-    """Differentiates a micro-batch: returns its weighed loss [], its backward pass, and the parts of `fun`'s result.
-
-    Gradients are multiplied by `scale`.
-    """
+    """Differentiates a micro-batch: returns its weighed loss [], its backward pass, and the parts of `fun`'s result."""
     inexact, filled = parted(params, is_inexact)
 
     def run(inexact: list[Any]) -> tuple[jax.Array, Parts]:
-        return forward(fun, filled(inexact), weighing, index)
+        return forward(fun, filled(inexact), weighing)
 
     loss, backward, parts = jax.vjp(run, inexact, has_aux=True)
-    return loss, Backward(backward, jnp.full_like(loss, scale), params), parts
+    return loss, Backward(backward, jnp.ones_like(loss), params), parts
 
 
-def forward(fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index) -> tuple[jax.Array, Parts]:
+def forward(fun: Callable[[Tree], Parts], params: Tree, weighing: ByWeight | ByCount) -> tuple[jax.Array, Parts]:
     """The loss of a micro-batch as it is weighed, and the result of `fun`."""
     parts = fun(params)
     parts = parts._replace(loss=ratio.checked(parts.loss))
-    return weighing.scaled(parts.loss, index), parts
+    return weighing.scaled(parts.loss), parts
 
 
 @dataclasses.dataclass(frozen=True)

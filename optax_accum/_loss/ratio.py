@@ -199,11 +199,6 @@ def check_single(loss: Any) -> None:
         )
 
 
-def are_terms(loss: Any) -> bool:
-    """Whether `loss` is a dict of Ratios."""
-    return isinstance(loss, dict) and any(map(is_ratio, loss.values()))
-
-
 def is_record(node: Any) -> bool:
     """Whether `node` is a Ratio, or a record of a class that counts as one."""
     return is_ratio(node) or bool(_attributes(node))
@@ -222,10 +217,6 @@ def totals(loss: Any) -> Any:
     return jax.tree.map(lambda term: term.total if is_ratio(term) else term, loss, is_leaf=is_ratio)
 
 
-def counts(terms: dict[str, Ratio]) -> dict[str, jax.Array]:
-    return {name: term.checked().count for name, term in terms.items()}
-
-
 def as_number(loss: Any) -> Any:
     """A loss as one number: a Ratio is divided, and terms are added."""
     return functools.reduce(operator.add, map(_quotient, jax.tree.leaves(loss, is_leaf=is_ratio)))
@@ -237,11 +228,6 @@ def _quotient(term: Any) -> Any:
     count = jnp.asarray(checks.as_weight(term.count, name="the count of a Ratio"), checks.default_float())
     total = jnp.asarray(term.total)
     return divided(total.astype(dtypes.accumulator_dtype(total.dtype, None)), count)
-
-
-def dtype_of(loss: Any) -> Any:
-    """The dtype of a loss, or of the sum of its terms."""
-    return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(totals(loss))))
 
 
 def reciprocal(count: jax.Array) -> jax.Array:

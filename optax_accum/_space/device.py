@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers
-from optax_accum._core.equations import collective_axes
-from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.leaves import is_array, is_key, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import collectives, mapped
@@ -63,9 +62,17 @@ class Device:
         return call.fold_key(self.index) if self.axes else call
 
     def fold_keys(self, keys: Tree) -> Tree:
-        """Folds keys that all of several devices have into keys of this device's own."""
-        fold = jax.vmap(jax.random.fold_in, (0, None))
-        return jax.tree.map(lambda key: fold(key.reshape(-1), jax.lax.axis_index(self.axes)).reshape(key.shape), keys)
+        """Folds keys that all of several devices have into keys of this device's own; other leaves stay."""
+        every = jax.vmap(jax.random.fold_in, (0, None))
+
+        def fold(leaf: Any) -> Any:
+            if not is_key(leaf):
+                return leaf
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jax.random.fold_in(leaf, self.index)
+            return every(leaf.reshape(-1), self.index).reshape(leaf.shape)
+
+        return jax.tree.map(fold, keys)
 
     def vary(self, tree: Tree) -> Tree:
         """Marks values as ones that may differ between devices."""
@@ -78,15 +85,6 @@ class Device:
     def other_axes(self, leaf: Any) -> frozenset[str]:
         """The axes of `jax.shard_map`, but for the devices', along which a value may differ."""
         return compilers.varying_axes(leaf) - {*self.axes, *self.apart}
-
-    def differs_elsewhere(self, kind: Any, loss: Traced) -> bool:
-        """Whether a value may differ along other axes of `jax.shard_map`, over which the loss communicates."""
-        untold = (not mapped.tells_apart(collective_axes(equation)) for equation in loss.collectives)
-        return bool(self.other_axes(kind)) or any(untold)
-
-    def added_elsewhere(self, value: jax.Array) -> jax.Array:
-        """Adds a value along the other axes along which it differs: what is the same there must not count twice."""
-        return jax.lax.psum(value, tuple(sorted(axes))) if (axes := self.other_axes(value)) else value
 
     def gathers(self, name: Name, arg: Tree) -> Tree:
         """For each leaf of an argument, the function that gathers it from the devices' shards, if it has some."""

@@ -191,12 +191,6 @@ def in_shard_map() -> bool:
     return bool(manual_axes())
 
 
-def is_explicit(leaf: Any) -> bool:
-    """Whether the type of a leaf names a mesh that has Explicit axes."""
-    mesh = compilers.mesh_of_type(leaf)
-    return mesh is not None and not mesh.empty and bool(explicit_axes(mesh))
-
-
 def explicit_axes(mesh: Mesh) -> Axes:
     """The axes over which shardings are part of a type."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)

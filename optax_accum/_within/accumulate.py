@@ -229,8 +229,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
     device.check_nested(traced)
-    scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
-    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, traced, lambda _: {})
+    shares, alive = weights.weigh(micro_batches, rules.weight_fn, traced)
     outputs = rules.outputs(traced.shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
@@ -238,7 +237,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     def add(sums: _Sums, iteration: Iteration) -> tuple[_Sums, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
             parts = micro_batches.parts(iteration.call)
-        share, weight, result = weighing.share(iteration.index), jnp.zeros_like(sums.weight), parts.loss
+        share, weight, result = shares.of(iteration.index), jnp.zeros_like(sums.weight), parts.loss
         if rules.weight_of is not None:
             share = weight = checks.as_weight(rules.weight_of(result), name="weight_of's result")
         return _Sums(outputs.add(sums.outputs, result, iteration.index, share), sums.weight + weight), parts

@@ -10,7 +10,7 @@ import jax
 from optax_accum._arguments import draws, results
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import compilers, convolutions, dtypes, tracing
+from optax_accum._core import convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
@@ -48,7 +48,6 @@ class Iteration:
     """One micro-batch as it is run."""
 
     index: Index
-    rows: Any  # its part of each argument that holds the batch
     call: Call  # of `fun`: these rows, its own key, the carry
 
 
@@ -68,7 +67,12 @@ class MicroBatches:
     rest: Tree  # the remainder: leaves [r, ...]
 
     def iteration(self, index: Index, carry: Tree) -> Iteration:
-        return self._of_rows(index, self._rows(index), carry)
+        rows = self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
+        call = self.call.fold_key(index).with_values(self.call.batch, rows)
+        if call.carry is not None:
+            carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
+            call = call.with_arguments({call.carry: carried})
+        return Iteration(index, call)
 
     def traced(self, names: tuple[Name, ...] = ()) -> Traced:
         """Traces `fun` for the first micro-batch, as a function of the named arguments."""
@@ -94,19 +98,15 @@ class MicroBatches:
         parts = functools.partial(_in_step, self.parts, self.device, loss.jaxpr.eqns)
         return dataclasses.replace(self, parts=convolutions.fast_in_loops(parts, loss.jaxpr.eqns))
 
-    def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
+    def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
         """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
 
         Returns the sums and the last carry. A micro-batch that is alive on another device only is run for its carry.
-        With `last_apart` the last micro-batch runs outside the loop, alive or not; it counts only if it is alive.
         """
 
-        def run(index: Any, done: Done, *, after: bool = False) -> Done:
-            rows = self._rows(index)
-            if after:  # else compilers begin with it at once, and keep the values that it needs
-                rows, done = compilers.ready_together(rows, done)
+        def run(index: Any, done: Done) -> Done:
             sums, carry = done
-            sums, parts = add(sums, self._of_rows(index, rows, carry))
+            sums, parts = add(sums, self.iteration(index, carry))
             return self.device.vary(sums), self._handed_on(parts)
 
         def hand_on(index: Any, done: Done) -> Done:
@@ -126,22 +126,12 @@ class MicroBatches:
         start = self.device.vary(sums), self.call.carried
         full, (alive_full, rest) = self.split.full, alive.anywhere
         order = functools.partial(loops.add_alive, add=run_iteration, static=static)
-        if not last_apart:
-            done = order(full, alive_full, totals=start)
-            return loops.if_alive(rest, functools.partial(run_iteration, full), done, static=static)
-        if not self.split.rest:
-            full, alive_full = full - 1, alive_full if isinstance(alive_full, bool) else alive_full[:-1]
         done = order(full, alive_full, totals=start)
-        sums, carry = run(self.split.last, done, after=True)
-        sums = selected(self.last_of(alive.local), sums, done[0])
-        return sums, selected(self.last_of(alive.anywhere), carry, done[1])
+        return loops.if_alive(rest, functools.partial(run_iteration, full), done, static=static)
 
     def at(self, index: Index, flags: Flags) -> Flag:
         full, rest = flags
         return rest if self.split.is_rest(index) else full if isinstance(full, bool) else full[index]
-
-    def last_of(self, flags: Flags) -> Flag:
-        return self.at(self.split.last, flags)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """The same micro-batches, which raise `message` when they are differentiated through a `jit`."""
@@ -149,16 +139,6 @@ class MicroBatches:
         interleaved, rest, arguments = tracing.refuse_differentiation(values, message)
         call = self.call.with_values(tuple(self.call.arguments), arguments)
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
-
-    def _rows(self, index: Index) -> Any:
-        return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
-
-    def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Iteration:
-        call = self.call.fold_key(index).with_values(self.call.batch, rows)
-        if call.carry is not None:
-            carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
-            call = call.with_arguments({call.carry: carried})
-        return Iteration(index, rows, call)
 
     def _handed_on(self, parts: Parts) -> Tree:
         self.device.check_carry(parts.carry)

@@ -19,12 +19,6 @@ def reduction_of(equation: Equation) -> Reduction:
     return known(equation.name).partial
 
 
-def type_of_part(equation: Equation) -> Any:
-    result = equation.outs[0].aval
-    adds_up = reduction_of(equation).joins == "sum"
-    return result.update(dtype=_wide(result.dtype)) if adds_up else result
-
-
 def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
     """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
     reduction = reduction_of(equation)

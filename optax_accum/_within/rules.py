@@ -7,14 +7,14 @@ from typing import Any
 import jax
 
 from optax_accum._arguments import callables, checks
-from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
-from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.parts import Returns
 from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
-from optax_accum._within import gradients, reductions, splitting
+from optax_accum._within import splitting
 
 RECOMPUTED = 0.6  # of a forward pass, on an accelerator
 CROSSING = "Pass recompute=: how much of a forward pass may run once more for less memory, 0.6 say; 0 for none."
@@ -30,23 +30,9 @@ class CallRules:
     sizes: splitting.Sizes
     single: bool
     accumulator_dtype: Tree  # a prefix of the tuple of differentiated arguments
-    in_place: bool | None
     meter: Meter
     devices: Devices
     recompute: float | None = None
-    # How micro-batches that count each by itself add up.
-    weight_fn: Callable[..., Any] | None = None
-    reads: Callable[[Call], Callable[..., Any] | None] | None = None  # `weight_fn`, off the loss of one device
-    aux_reduction: Tree = "mean"
-    grad_reduction: Tree = "mean"  # a prefix of the tuple of differentiated arguments
-
-    def kinds(self, params: Tree) -> Tree:
-        """Returns the reduction of the gradients of each differentiated leaf."""
-        return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
-
-    def parts(self, call: Call) -> Parts:
-        """Calls `fun` and takes its result apart."""
-        return self.returns.parts(call.apply(self.fun))
 
     @property
     def again(self) -> float:
@@ -73,23 +59,12 @@ def as_rules(
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
     accumulator_dtype: Any = None,
-    in_place: bool | None = None,
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
     recompute: float | None = None,
-    whole_argnums: Name | Sequence[Name] = (),
-    weight_fn: Callable[..., Any] | None = None,
-    reads: Callable[[Call], Callable[..., Any] | None] | None = None,
-    rng_argnum: Name | None = None,
-    carry_argnum: Name | None = None,
-    aux_reduction: Tree = "mean",
-    grad_reduction: Tree = "mean",
-    of_whole_batch: bool = False,
 ) -> CallRules:
-    """Checks the options of `value_and_grad`, and of micro-batches that count each by itself."""
+    """Checks the options of `value_and_grad`."""
     _check_no_argnums(num_microbatches)
-    checks.check_flag("in_place", in_place)
-    reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     single = isinstance(argnums, int | str)
 
     def of_params(prefix: Tree) -> Tree:
@@ -98,15 +73,7 @@ def as_rules(
 
     if isinstance(statistics, Options) and statistics.groups is not None:
         statistics = dataclasses.replace(statistics, groups=of_params(statistics.groups))
-    roles = Roles(
-        fun,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        whole_argnums=whole_argnums,
-        rng_argnum=rng_argnum,
-        carry_argnum=carry_argnum,
-        of_whole_batch=of_whole_batch,
-    )
+    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums, of_whole_batch=True)
     over, meter = as_devices(devices, partial=True), as_meter(statistics)
     if over.is_partial:
         meter.refuse('Statistics take the sum of gradients: devices has to="partial". Leave it out.')
@@ -115,18 +82,13 @@ def as_rules(
     return CallRules(
         fun=callables.as_function(fun),
         roles=roles,
-        returns=Returns(has_aux, carry_argnum is not None),
+        returns=Returns(has_aux),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, 1),
         single=single,
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
-        in_place=in_place,
         meter=meter,
         devices=over,
         recompute=_as_recompute(recompute),
-        weight_fn=callables.as_weight_fn(weight_fn, roles),
-        reads=reads,
-        aux_reduction=aux_reduction,
-        grad_reduction=grad_reduction if grad_reduction == "mean" else of_params(grad_reduction),
     )
 
 

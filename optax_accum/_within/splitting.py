@@ -33,10 +33,6 @@ class Split(NamedTuple):
         """The number of micro-batches."""
         return self.full + (self.rest > 0)
 
-    @property
-    def last(self) -> int:
-        return self.parts - 1
-
     def is_rest(self, index: int | jax.Array) -> bool:
         return isinstance(index, int) and index == self.full
 

@@ -1,6 +1,5 @@
 """`value_and_grad`: value and gradient of a batch, micro-batch by micro-batch."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +14,7 @@ from optax_accum._core.types import Name
 from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
-from optax_accum._within.one_by_one import added_up
 from optax_accum._within.rules import CROSSING, CallRules, as_rules
-from optax_accum._within.separate import UnreadableError
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
@@ -66,11 +63,10 @@ def value_and_grad(
     not move.
 
     Micro-batches that count each by itself (ghost BatchNorm) are another
-    mean: `jax.value_and_grad(optax_accum.accumulate(loss, k))`. A loss that
-    takes something from the other `devices`, inside `jax.shard_map`, is run
-    so, too, with a warning: its micro-batches are weighed by their rows, and
-    `accumulate` takes other weights and random keys. A collective along any
-    other axis (tensor parallelism) treats rows one by one.
+    mean: `jax.value_and_grad(optax_accum.accumulate(loss, k))`. So are those of
+    a loss that takes something from the other `devices`, inside
+    `jax.shard_map`: it is refused here. A collective along any other axis
+    (tensor parallelism) treats rows one by one.
 
     Example:
       A masked mean over normalised rows, with dropout:
@@ -127,7 +123,8 @@ def value_and_grad(
       `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
-      TypeError, ValueError: invalid arguments, when you build or trace.
+      TypeError, ValueError: invalid arguments, when you build or trace; a
+        loss that takes something from the other `devices`.
       Exception: what the loss raises for 2n rows, if it does: it is traced
         for n rows and for 2n, to find the axes that hold rows. A note says
         what to do.
@@ -135,9 +132,7 @@ def value_and_grad(
     Guarantees:
       Known when tracing:
 
-      * `aux` is what `fun` returns for the whole batch, to the last leaf;
-        where `fun` takes something from the other devices, an error names
-        each leaf that depends on that, or that nothing joins.
+      * `aux` is what `fun` returns for the whole batch, to the last leaf.
       * An argument that differs between devices, as its type tells, and is
         used after a sum over rows: an error.
       * A loss that takes rows together (BatchNorm), or is not linear in its
@@ -162,7 +157,8 @@ def value_and_grad(
         the line. With `h[: n // 2]` devices need not divide the half.
       * A batch that is split already, [k, m, ...]: `fun` takes it as k rows
         (`jax.vmap` over them, and a mean).
-      * `Devices(to="partial")`: each device has a batch of its own.
+      * `Devices(to="partial")`: each device has a batch of its own, and
+        random keys of its own, with its index folded in.
       * A loss below 32 bits: return `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
         gradients are added in float32.
@@ -205,43 +201,13 @@ def value_and_grad(
         devices=devices,
         statistics=statistics,
         recompute=recompute,
-        of_whole_batch=True,
     )
 
     @functools.wraps(rules.fun)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = rules.roles.bind(args, kwargs)
-        try:
-            return _differentiated(rules, call)
-        except UnreadableError as error:
-            found = _one_by_one(dataclasses.replace(rules, aux_reduction=error.reductions()), call)
-            error.warn()
-            return found
+        return _differentiated(rules, rules.roles.bind(args, kwargs))
 
-    compute.rules = rules  # type: ignore[attr-defined]
     return compute
-
-
-def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]]:
-    """The same without a fallback: an `UnreadableError` where the trace does not tell how rows belong together."""
-
-    @functools.wraps(compute)
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _differentiated(compute.rules, compute.rules.roles.bind(args, kwargs))
-
-    return run
-
-
-def _one_by_one(rules: CallRules, call: Call) -> tuple[Any, Any]:
-    try:
-        return added_up(rules, call)
-    except (TypeError, ValueError) as error:
-        if any(name in str(error) for name in _GONE):
-            error.add_note(
-                "The loss communicates, so its micro-batches count each by itself, and value_and_grad has no option "
-                "for that: take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))."
-            )
-        raise
 
 
 def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """How much each micro-batch of a call counts, known from the data before the first one runs."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,56 +11,49 @@ from optax_accum._arguments import checks
 from optax_accum._arguments.rows import is_split
 from optax_accum._core import dtypes
 from optax_accum._core.traced import Traced
-from optax_accum._core.types import Flag
-from optax_accum._loss import ratio
-from optax_accum._loss.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
+from optax_accum._core.types import Flag, Index
 from optax_accum._within import splitting
-from optax_accum._within.microbatches import Alive, Flags, MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatches
 
 
-def weigh(
-    micro_batches: MicroBatches,
-    weight_fn: Callable[..., Any] | None,
-    loss: Any,
-    traced: Traced,
-    count: Callable[[Alive], dict[str, jax.Array]],
-) -> tuple[ByShare, Alive]:
-    """How micro-batches are weighed, and which of them run; `loss` has the shapes of their loss.
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """`w_i / sum(w)` of the full micro-batches ([k], or a number for all), and of the remainder ([])."""
 
-    `traced` is `fun` for one micro-batch; `count` runs the live ones for the counts of a dict of `Ratio`s.
-    """
+    full: Any
+    rest: Any
+    split: splitting.Split
+
+    def of(self, index: Index) -> Any:
+        if self.split.is_rest(index):
+            return self.rest
+        return self.full if isinstance(self.full, float) else self.full[index]
+
+
+def weigh(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, traced: Traced) -> tuple[Shares, Alive]:
+    """How micro-batches are weighed, and which of them run; `traced` is `fun` for one micro-batch."""
     device = micro_batches.device
-    full, rest, total = _shares(micro_batches, weight_fn)
-    ratio.check_loss(loss, None if weight_fn is None else full)
-    local = _live(full), _live(rest)
-    if weight_fn is not None or ratio.is_ratio(loss):
+    shares = _shares(micro_batches, weight_fn)
+    local = _live(shares.full), _live(shares.rest)
+    if weight_fn is not None:
         local = device.agreed(traced, local)
     together = device.runs_together(traced)
     alone = micro_batches.call.carry is None and not together
-    alive = Alive(local, local if alone else device.any_of(local), together)
-    known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
-    if isinstance(full, dict):
-        return ByTerms(**known, rows=_live_rows(micro_batches, local)), alive
-    if ratio.are_terms(loss):
-        reciprocals = {name: ratio.reciprocal(device.total(counts)) for name, counts in count(alive).items()}
-        return ByCounts(**known, reciprocals=reciprocals), alive
-    return (ByRatio if ratio.is_ratio(loss) else ByShare)(**known), alive
+    return shares, Alive(local, local if alone else device.any_of(local), together)
 
 
-def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -> tuple[Shares, Shares, Any]:
-    """`w_i / sum(w)` of the full micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
-
-    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and over the devices
+def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -> Shares:
+    """The weights are added in the default float dtype, so that counts of tokens cannot overflow, and over the devices
     that have parts of one batch.
     """
     split, interleaved, total_of = micro_batches.split, micro_batches.interleaved, micro_batches.device.total
     if weight_fn is None:
         rows = split.rows * total_of(1)
-        return split.size / rows, split.rest / rows, rows
+        return Shares(split.size / rows, split.rest / rows, split)
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
 
     def weigh(*rows: Any) -> Any:
-        return _weights(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
+        return _weight(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
 
     try:
         parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
@@ -67,10 +61,10 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
     if split.rest:
-        parts.append(_weights(weight_fn(*micro_batches.rest)))
-    total = jax.tree.map(lambda *parts: total_of(sum(map(jnp.sum, parts))), *parts)
-    full, *rest = (jax.tree.map(_share, part, total) for part in parts)
-    return full, rest[0] if rest else 0.0, total
+        parts.append(_weight(weight_fn(*micro_batches.rest)))
+    total = total_of(sum(map(jnp.sum, parts)))
+    full, *rest = (_share(part, total) for part in parts)
+    return Shares(full, rest[0] if rest else 0.0, split)
 
 
 def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
@@ -78,25 +72,16 @@ def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
 
 
-def _live_rows(micro_batches: MicroBatches, alive: Flags) -> Any:
-    """The number of rows in all micro-batches that run, at least 1."""
-    split = micro_batches.split
-    return jnp.maximum(micro_batches.device.total(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
+def _live(share: Any) -> Flag:
+    """Whether each micro-batch counts; the others are not run."""
+    return bool(share) if isinstance(share, float) else share != 0
 
 
-def _live(shares: Shares) -> Flag:
-    """Whether each micro-batch counts, a bool of the shape of its share; the others are not run."""
-    if isinstance(shares, float):
-        return bool(shares)
-    return jnp.any(jnp.stack([jnp.asarray(share) != 0 for share in jax.tree.leaves(shares)]), axis=0)
-
-
-def _weights(weights: Any) -> Any:
-    """Checks the weights of `weight_fn`, and casts them to the dtype in which they are added."""
-    if isinstance(weights, Mapping):
-        return {key: _weight(weight, f"weight_fn's {key!r}") for key, weight in weights.items()}
-    return _weight(weights, "weight_fn's result")
-
-
-def _weight(weight: Any, name: str) -> jax.Array:
-    return jnp.asarray(checks.as_weight(weight, name=name), dtypes.default_float())
+def _weight(weight: Any) -> jax.Array:
+    """The weight, in the dtype in which they are added."""
+    if isinstance(weight, Mapping):
+        raise TypeError(
+            f"weight_fn returns one number for a micro-batch: it returned {sorted(weight)}. For terms with "
+            "denominators of their own take value_and_grad of their sum."
+        )
+    return jnp.asarray(checks.as_weight(weight, name="weight_fn's result"), dtypes.default_float())

@@ -1,6 +1,6 @@
 """The value and the gradient of a whole batch on one of its devices, as the traced loss tells: nothing is declared.
 
-Each micro-batch runs once where that is enough (`one_pass`), else level by level (`by_level`).
+The program that computes the gradient runs level by level (`by_level`), micro-batch by micro-batch.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
+from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
@@ -25,7 +26,6 @@ from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
 from optax_accum._within.measured import measured, rows_of, sum_of
 from optax_accum._within.rules import CallRules
-from optax_accum._within.separate import UnreadableError
 from optax_accum._within.store import axis_of, has_own_rows
 from optax_accum._within.traced_call import (
     TracedCall,
@@ -65,10 +65,12 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     """One device's part of the whole batch's value and gradient, and the outputs that all devices have alike.
 
     Raises:
-      UnreadableError: the loss takes something from the other devices.
+      ValueError: the loss takes something from the other devices.
       UndividedError: all rows must run at once, and cannot.
     """
     if not device.one_batch:  # its own batch: nothing is added over devices, parameters' gradients neither
+        others = tuple(name for name in call.arguments if name not in call.batch)
+        call = call.with_values(others, device.fold_keys(call[others]))
         arrays, filled = parted(call[tuple(call.arguments)], is_array)
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
     fun = _of_one_number(rules)
@@ -218,8 +220,7 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
 
 def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient of a loss, by JAX, which may differentiate them again."""
-    if collectives := device.collectives(loss.traced):
-        raise UnreadableError(loss, collectives, device, rules.returns)
+    _check_own_rows(device, loss)
     device.check_nested(loss.traced)
     device.check_axes(loss.traced.program.out_avals)
     if device.one_batch:
@@ -234,6 +235,18 @@ def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall)
     grads, outputs = _differentiated(rules, loss.device, call.with_values(names, loss.call[names]), compute)
     local, same = _placed(device, loss, outputs)
     return Local(grads, local), same
+
+
+def _check_own_rows(device: Device, loss: TracedCall) -> None:
+    """Raises for a loss that takes something from the other devices: whose rows are in its sums, no trace tells."""
+    if not (collectives := device.collectives(loss.traced)):
+        return
+    where = f"{collectives[0].primitive.name}, {place_of(collectives[0])}"
+    raise ValueError(
+        f"The loss takes something from the other devices of {device.axes} ({where}). Leave that out: with devices, "
+        "the rows of all devices are one batch. Or let each micro-batch count by itself: "
+        "jax.value_and_grad(optax_accum.accumulate(loss, k, weight_fn=..., devices=...))."
+    )
 
 
 def _differentiated(rules: CallRules, device: Device, call: Call, compute: Callable[[Call], Any]) -> tuple[Tree, Any]:

@@ -42,14 +42,12 @@ class StepWeighing(NamedTuple):
         weight_fn: Callable[..., Any] | None,
         weigher: Weigher | None,
         call: Call,
-        options: Mapping[str, Any],
     ) -> "StepWeighing":
         """How those of a call count; raises where they do not add up. Without a `weigher` each counts by itself."""
         rules, window = rules_of(tx), find_window(opt_state)
         if window is None:
             return cls(weight_fn)
-        # Partial sums are weighed one by one, of one call and one device, too.
-        if not has_several(window) and not (has_partial_sums(options) and options.get("num_microbatches") != 1):
+        if not has_several(window):
             weigher = None
         is_weighed, takes_a_sum = weight_fn is not None, rules is not None and not rules.divisor.is_mean
         if weigher is not None and (is_weighed or takes_a_sum):
@@ -58,17 +56,34 @@ class StepWeighing(NamedTuple):
             return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
         return cls(weight_fn, None if is_weighed else weigher)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of `one_by_one` that weigh each micro-batch."""
-        return {"weight_fn": self.weight_fn, "reads": self.weigher and self.weigher.weight_fn}
+    def summed(
+        self, options: Mapping[str, Any], call: Call, outputs: tuple[Any, Any], grads: Tree, sums_of: Callable[..., Any]
+    ) -> tuple[Any, Tree]:
+        """The sums of a call, and its gradient, as it counts in its window; with partial sums each device's own.
 
-    def weighed(self, call: Call, tree: Tree, devices: Devices | None = None) -> tuple[Tree, Any]:
+        They come from `sums_of(call, loss, extra, weigh)`, where `weigh()` is the weight, or None for that of its rows.
+        """
+
+        def of_batch(axes: Axes, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, Tree]:
+            loss, extra = outputs
+            (loss, grads), weight = self._weighed(axes, call, (loss, grads))
+            return sums_of(call, loss, extra, lambda: weight), grads
+
+        def of_device(_: Device, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, None]:
+            return of_batch((), call, outputs, grads), None
+
+        devices = devices_of(options)
+        if not devices.is_partial:
+            return of_batch(devices.axes, call, outputs, grads)
+        space = here(devices)
+        local, _ = space.run(of_device, call, *space.as_partial((outputs, grads)))
+        return space.as_local(local)
+
+    def _weighed(self, axes: Axes, call: Call, tree: Tree) -> tuple[Tree, Any]:
         """A loss, and gradients, as sums over rows divided by the weight of the call's batch; and that weight.
 
         The weight is None if the batch counts by its rows. `Weigher.factor` says why they are rescaled.
         """
-        axes = devices.axes if devices else ()
         weight = self._over_devices(axes, call) if self.weigher and axes else self._of(call)
         if self.weigher is None or weight is None:
             return tree, weight

@@ -1,6 +1,5 @@
 """Linen's train step: micro-batches within the call, windows across calls."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,16 +9,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
 from optax_accum._arguments import checks
-from optax_accum._arguments.callables import check_called_with
-from optax_accum._arguments.roles import Roles
+from optax_accum._arguments.callables import as_weight_fn, check_called_with
+from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import as_ratio
-from optax_accum._within.one_by_one import one_by_one
-from optax_accum._within.separate import UnreadableError
-from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._calls import StepWeighing
@@ -46,9 +42,8 @@ def train_step(
         this is right; 1 if the optimizer takes a sum; a `Ratio` says it
         itself. `batch_stats` always count by rows. Within a call all rows
         are taken together, as in `optax_accum.value_and_grad`: BatchNorm
-        and dropout are those of the whole call. Where the loss
-        communicates, with partial sums, and for fp8, each micro-batch is
-        weighed by it.
+        and dropout are those of the whole call. With `devices` in the
+        optimizer they are those of each device, which is weighed by it.
       exact: whether the update is to be the whole batch's, so that a loss
         whose calls certainly do not add up raises, however they are weighed
         (BatchNorm by the statistics of a call). False: each call counts by
@@ -80,52 +75,21 @@ def train_step(
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
-        sums_of(loss, extra, batch, state, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
+        call = roles.bind((params, batch, key, state), {})
+        sums_of(call, loss, extra, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), extra)
 
-    def with_sums(weighing: StepWeighing) -> Callable[..., tuple[Any, dict[str, Any]]]:
-        def run(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, dict[str, Any]]:
-            loss, extra = _checked(fun(params, batch, key, state), state)
-            call = roles.bind((params, batch, key, state), {})
-            loss, weight = weighing.weighed(call, loss)
-            return loss, sums_of(loss, extra, batch, state, lambda: weight)
-
-        return run
-
-    def sums_of(
-        loss: Any, extra: Mapping[str, Any], batch: Tree, state: TrainState, weigh: Callable[[], Any]
-    ) -> dict[str, Any]:
+    def sums_of(call: Call, loss: Any, extra: Mapping[str, Any], weigh: Callable[[], Any]) -> dict[str, Any]:
+        (batch,), state = call[call.batch], call.arguments[3]
         sums = {"metrics": _calls.measured(loss, extra.get("metrics", {}), batch, weigh)}
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
             sums["moments"] = _window.weighted(moments, _calls.weight_of(batch))
         return sums
 
-    # Both raise their errors now, when the step is built.
-    optax_accum.value_and_grad(with_outputs, has_aux=True, **options)
-    one_by_one(with_sums(StepWeighing(weight_fn)), weight_fn=weight_fn, **_SEPARATE, **options)
+    optax_accum.value_and_grad(with_outputs, has_aux=True, **options)  # raises its errors when the step is built
     roles = Roles(with_outputs)
-
-    def computed(
-        options: dict[str, Any], weighing: StepWeighing, params: Tree, batch: Tree, key: jax.Array, state: TrainState
-    ) -> tuple[dict[str, Any], Tree]:
-        """The sums and the gradient of the call: of all rows together, if the loss can be read."""
-        _, overwritten = parted(params)
-        if overwritten is None and not _calls.has_partial_sums(options):
-            with contextlib.suppress(UnreadableError):
-                whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
-                (_, (loss, extra)), grads = whole(params, batch, key, state)
-                call = roles.bind((params, batch, key, state), {})
-                (loss, grads), weight = weighing.weighed(call, (loss, grads), _calls.devices_of(options))
-                return sums_of(loss, extra, batch, state, lambda: weight), grads
-        of_fp8 = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
-        kinds = "mean" if overwritten is None else type(params)(of_fp8)
-        separate: dict[str, Any] = {**_SEPARATE, **options, **weighing.options, "grad_reduction": kinds}
-        (_, sums), grads = one_by_one(with_sums(weighing), **separate)(params, batch, key, state)
-        if overwritten is not None:
-            own = grads[OVERWRITE_WITH_GRADIENT]
-            grads = {**grads, OVERWRITE_WITH_GRADIENT: _calls.over_devices(own, options, "max")}
-        return sums, grads
+    as_weight_fn(weight_fn, roles)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
@@ -137,8 +101,13 @@ def train_step(
         still = state.replace(params=None, opt_state=None, window=None)
         weigher = Weigher(with_outputs, roles, has_aux=True, axes=_calls.devices_of(own).axes) if exact else None
         call = roles.bind((state.params, batch, key, still), {})
-        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call, own)
-        sums, grads = computed(own, weighing, state.params, batch, key, still)
+        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call)
+        compute = optax_accum.value_and_grad(with_outputs, has_aux=True, **own)
+        (_, (loss, extra)), grads = compute(state.params, batch, key, still)
+        sums, grads = weighing.summed(own, call, (loss, extra), grads, sums_of)
+        if parted(grads)[1] is not None:  # of fp8: they are new values, no gradients
+            new_values = _calls.over_devices(grads[OVERWRITE_WITH_GRADIENT], own, "max")
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: new_values}
         totals = _calls.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
@@ -152,7 +121,6 @@ def train_step(
     return step
 
 
-_SEPARATE: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
     ("has_aux", "argnums"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",

@@ -13,8 +13,6 @@ from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._space.device import Device
 from optax_accum._space.devices import with_replicated
-from optax_accum._within import one_by_one as weighed
-from optax_accum._within.separate import UnreadableError
 from optax_accum.flax import _calls
 from optax_accum.flax._nnx_module import Module
 
@@ -60,12 +58,10 @@ def value_and_grad(
         normalises all rows together and makes one momentum step, streams of
         random numbers draw the masks of the whole batch, counters count
         one call.
-      * Where the loss communicates, and with `Devices(to="partial")`: each
-        micro-batch is normalised by itself, and `nnx.BatchNorm` makes one
-        momentum step, with the statistics of all rows
-        (`merge_batch_stats`). Streams advance at each micro-batch, each
-        device has its own, and other variables are passed on from
-        micro-batch to micro-batch.
+      * With `Devices(to="partial")` each device normalises its own rows and
+        has random numbers of its own, and the model gets the running
+        statistics of all rows (`merge_batch_stats`), the mean of the
+        devices' other floats, the largest of their integers, and its keys.
       * Variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does:
         are restored; only gradients come out.
 
@@ -80,60 +76,13 @@ def value_and_grad(
       (2, 1)
     """
     _calls.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
-    options |= {"num_microbatches": num_microbatches, "wrt": wrt, "has_aux": has_aux}
-    whole, separate = whole_batch(fun, **options), one_by_one(fun, **options)
-    if _calls.has_partial_sums(options):
-        return separate
-
-    @functools.wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        try:
-            return whole(*args, **kwargs)
-        except UnreadableError as error:
-            own = error.reductions(lambda aux: aux[0])  # the rest is the model's state
-            found = one_by_one(fun, **options, aux_reduction=own)(*args, **kwargs)
-            error.warn()
-            return found
-
-    return run
-
-
-def whole_batch(
-    fun: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False, **options: Any
-) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` of all rows together; a call raises an `UnreadableError` if the loss cannot be read."""
+    options |= {"num_microbatches": num_microbatches}
     optax_accum.value_and_grad(fun, has_aux=True, **options)  # raises its errors when this is built
     roles = _roles(fun, options, of_whole_batch=True)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, options)
-
-    return run
-
-
-def one_by_one(
-    fun: Callable[..., Any],
-    *,
-    wrt: Any = nnx.Param,
-    has_aux: bool = False,
-    aux_reduction: Tree = "mean",
-    **options: Any,
-) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` in which each micro-batch is normalised and weighed by itself."""
-    options |= {"has_aux": True, "aux_reduction": ("sum", aux_reduction)}
-    weighed.one_by_one(fun, **options)  # raises its errors when this is built
-    roles, axes = _roles(fun, options), _calls.devices_of(options).axes
-
-    @functools.wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        module = Module(roles.bind(args, kwargs), wrt, Device(axes))
-        value, grads = module.apply(weighed.one_by_one, functools.partial(_as_loss, has_aux), fun, options)
-        value, *measured = value if options.get("statistics") else (value,)
-        loss, ((moments, aux), rest) = value
-        module.write(moments, rest, options)
-        value = (loss, aux) if has_aux else loss
-        return (value, *measured) if measured else value, grads
 
     return run
 
@@ -216,11 +165,6 @@ def accumulate(
         return result
 
     return run
-
-
-def _as_loss(has_aux: bool, out: Any, moments: Any, rest: Any) -> Any:
-    loss, aux = _calls.pair(out) if has_aux else (out, None)
-    return loss, ((moments, aux), rest)
 
 
 def _as_result(out: Any, moments: Any, rest: Any) -> Any:

@@ -13,7 +13,6 @@ from optax_accum._arguments.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
-from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._versions import modules
@@ -40,14 +39,24 @@ class Module:
 
         def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
             *args, state = args_and_state
-            return self.loss(fun, has_aux, (params, *state), {**dict(enumerate(args, start=1)), **kwargs})
+            arguments = {**dict(enumerate(args, start=1)), **kwargs}
+            if not is_partial:
+                return self.loss(fun, has_aux, (params, *state), arguments)
+            out, moments, rest = self._micro_batch(fun, (params, *state), arguments)
+            loss, aux = _calls.pair(out) if has_aux else (out, None)
+            return loss, (aux, (moments, rest))
 
+        is_partial = _calls.has_partial_sums(options)
         placed: dict[str, Any] = {**options, "has_aux": True, "batch_argnums": self.call.batch}
-        compute = of_whole_batch(optax_accum.value_and_grad(pure, **placed))
+        compute = optax_accum.value_and_grad(pure, **placed)
         value, grads = compute(self.params, *by_position, (self.stats, self.rest), **by_keyword)
         value, *measured = value if options.get("statistics") else (value,)
         loss, (aux, state) = value
-        nnx.update(self.model, *state)
+        if is_partial:
+            moments, rest = state
+            self.write(moments, _of_all_devices(rest, options), options)
+        else:
+            nnx.update(self.model, *state)
         value = (loss, aux) if has_aux else loss
         return (value, *measured) if measured else value, grads
 
@@ -105,6 +114,19 @@ class Module:
         old, moments = nnx.to_pure_dict(self.stats), weighted_mean(_calls.over_devices(moments, options))
         nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
         nnx.update(self.model, self.stats, rest)
+
+
+def _of_all_devices(rest: Any, options: Mapping[str, Any]) -> Any:
+    """What the devices' own variables are for all of them; the model's keys stay what they are."""
+    _, rest = nnx.split_state(rest, nnx.RngKey, ...)
+
+    def joined(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return _calls.over_devices(leaf, options, "max")
+        total, devices = _calls.over_devices((leaf, jnp.ones_like(leaf)), options)
+        return total / devices
+
+    return jax.tree.map(joined, rest)
 
 
 def _check_streams(args: Mapping[Name, Any]) -> None:

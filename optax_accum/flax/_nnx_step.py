@@ -1,6 +1,5 @@
 """NNX's train step: micro-batches within the call, windows across calls."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +7,15 @@ import jax
 from flax import nnx
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.callables import check_called_with
+from optax_accum._arguments.callables import as_weight_fn, check_called_with
+from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
-from optax_accum._within.separate import UnreadableError
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._calls import StepWeighing
-from optax_accum.flax._nnx import call_of_arrays, one_by_one, value_and_grad, weigher, whole_batch
+from optax_accum.flax._nnx import call_of_arrays, value_and_grad, weigher
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
@@ -45,8 +44,8 @@ def train_step(
         the number of rows, and rows with a warning where nothing shows that
         this is right; 1 if the optimizer takes a sum; a `Ratio` says it
         itself. Statistics always count by rows. Within a call all rows are
-        taken together, as in `value_and_grad`. Where the loss communicates,
-        and with partial sums, each micro-batch is weighed by it.
+        taken together, as in `value_and_grad`; with `devices` in the
+        optimizer those of each device, which is weighed by it.
       exact: whether the update is to be the whole batch's, so that a loss
         whose calls certainly do not add up raises, however they are weighed
         (BatchNorm by the statistics of a call). False: each call counts by
@@ -82,37 +81,18 @@ def train_step(
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
         out = fun(model, batch)
         loss, metrics = _calls.pair(out) if has_aux else (out, {})
-        sums_of(loss, metrics, batch, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
+        measured(batch, loss, metrics, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), metrics)
 
-    def with_sums(weighing: StepWeighing) -> Callable[..., tuple[Any, tuple[WeightedSum, jax.Array]]]:
-        def run(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
-            call = call_of_arrays(with_metrics, model, batch, wrt)
-            loss, (_, metrics) = with_metrics(model, batch)
-            loss, weight = weighing.weighed(call, loss)
-            return loss, sums_of(loss, metrics, batch, lambda: weight)
-
-        return run
-
-    def sums_of(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> tuple[WeightedSum, jax.Array]:
+    def measured(batch: Tree, loss: Any, metrics: Any, weigh: Callable[[], Any]) -> tuple[WeightedSum, jax.Array]:
         return _calls.measured(loss, metrics, batch, weigh), _calls.weight_of(batch)
 
-    own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
-    # Both raise their errors now, when the step is built.
-    value_and_grad(with_metrics, **own, **options)
-    one_by_one(with_sums(StepWeighing(weight_fn)), weight_fn=weight_fn, aux_reduction="sum", **own, **options)
+    def sums_of(call: Call, *outputs: Any) -> tuple[WeightedSum, jax.Array]:
+        (batch,) = call[call.batch]
+        return measured(batch, *outputs)
 
-    def computed(options: dict[str, Any], weighing: StepWeighing, model: Any, batch: Tree) -> tuple[Any, Any]:
-        """The sums, the number of rows and the gradient of the call: of all rows together, if the loss can be read."""
-        if not _calls.has_partial_sums(options):
-            with contextlib.suppress(UnreadableError):
-                (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)
-                call = call_of_arrays(with_metrics, model, batch, wrt)
-                (loss, grads), weight = weighing.weighed(call, (loss, grads), _calls.devices_of(options))
-                return sums_of(loss, metrics, batch, lambda: weight), grads
-        separate: dict[str, Any] = {**own, **options, **weighing.options, "aux_reduction": "sum"}
-        (_, sums), grads = one_by_one(with_sums(weighing), **separate)(model, batch)
-        return sums, grads
+    value_and_grad(with_metrics, wrt=wrt, has_aux=True, **options)  # raises its errors when the step is built
+    as_weight_fn(weight_fn, Roles(with_metrics))
 
     @jit_in_place
     def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
@@ -126,8 +106,9 @@ def train_step(
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         call = call_of_arrays(with_metrics, model, batch, wrt)
         of_loss = weigher(with_metrics, model, batch, wrt, _calls.devices_of(placed).axes) if exact else None
-        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call, placed)
-        (sums, rows), grads = computed(placed, weighing, model, batch)
+        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call)
+        (_, outputs), grads = value_and_grad(with_metrics, wrt=wrt, has_aux=True, **placed)(model, batch)
+        (sums, rows), grads = weighing.summed(placed, call, outputs, grads, sums_of)
         totals, rows = _calls.over_devices((sums, rows), placed)
         metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update

@@ -179,7 +179,8 @@ def _joined_parts(found, number, values):
         values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in equation.ins]
         parts.append(partial.part_of(equation, units, values, units.of_part(index)))
     total = partial.reduction_of(equation).over(jnp.stack(parts), axis=0)
-    assert parts[0].dtype == partial.type_of_part(equation).dtype
+    of_sum = partial.reduction_of(equation).joins == "sum" and jnp.issubdtype(parts[0].dtype, jnp.inexact)
+    assert not of_sum or jnp.finfo(parts[0].dtype).bits >= 32
     return [by_level.finished(equation, total, store)]
 
 
