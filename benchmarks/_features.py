@@ -234,7 +234,7 @@ def _coupled(name: str) -> Outcome:
 
     problem = _problem(loss)
     if name == OURS:
-        cut = optax_accum.microbatched_apply(lambda w, x: x @ w, K)
+        cut = optax_accum.microbatched(lambda w, x: x @ w, K)
         way: Way = Whole(problem._replace(loss=functools.partial(loss, encode=cut)))
     else:
         way = WAYS[name](problem)

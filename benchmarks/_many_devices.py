@@ -289,7 +289,7 @@ def _once(k: int) -> Callable[[Tree, Any], Tree]:
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, its gradient scattered and exchanged once."""
     both = ("replica", "shard")
-    block = optax_accum.microbatched_apply(fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
+    block = optax_accum.microbatched(fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
     return jax.grad(lambda params, batch: fsdp.loss_of(params, batch, block))
 
 

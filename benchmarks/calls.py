@@ -54,7 +54,7 @@ def _eager(calls: int) -> str:
     state, whole = tx.init(params), jax.value_and_grad(loss)
     cut = optax_accum.value_and_grad(loss, num_microbatches=4)
     step = optax_accum.value_and_apply_gradients(loss, tx)
-    small = optax_accum.microbatched_apply(encode, 4)
+    small = optax_accum.microbatched(encode, 4)
     k = 4
     parts = [jax.tree.map(lambda rows, i=i: rows[i::k], batch) for i in range(k)]
     plain = f"{k} x jax.value_and_grad, of a micro-batch"
@@ -65,9 +65,9 @@ def _eager(calls: int) -> str:
         "value_and_grad": (lambda: cut(params, batch), plain),
         f"{k} x value_and_apply_gradients": (lambda: _window(step, params, state, parts), plain),
         coupled: (lambda: [again(params, part) for part in parts], coupled),
-        "microbatched_apply, differentiated": (lambda: whole(params, batch, small), coupled),
+        "microbatched, differentiated": (lambda: whole(params, batch, small), coupled),
     }
-    for name in ("value_and_grad", "microbatched_apply, differentiated"):
+    for name in ("value_and_grad", "microbatched, differentiated"):
         error = _measure.relative_difference(measured[name][0](), whole(params, batch))
         assert error < 1e-5, (name, error)
     first = {name: _seconds(call, 1) for name, (call, _) in measured.items()}

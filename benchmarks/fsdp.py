@@ -130,13 +130,13 @@ def _once(k: int) -> Callable[[Tree, Any], Tree]:
 
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, and its gradient scattered once."""
-    block = optax_accum.microbatched_apply(block_of, k, devices=optax_accum.Devices("data", to=SPECS))
+    block = optax_accum.microbatched(block_of, k, devices=optax_accum.Devices("data", to=SPECS))
     return jax.grad(lambda params, batch: loss_of(params, batch, block))
 
 
 def _on_host(k: int) -> Callable[[Tree, Any], Tree]:
     """As by layer, with the activations between layers in the host's memory until the backward pass."""
-    block = optax_accum.microbatched_apply(block_of, k, devices=optax_accum.Devices("data", to=SPECS))
+    block = optax_accum.microbatched(block_of, k, devices=optax_accum.Devices("data", to=SPECS))
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["boundary"],

@@ -275,7 +275,7 @@ MODELS = {
 
 
 def _contrastive(rows: int = 1024, chunk: int = 64) -> str:
-    """InfoNCE over all rows: the whole forward pass against `microbatched_apply`."""
+    """InfoNCE over all rows: the whole forward pass against `microbatched`."""
     random = np.random.default_rng(0)
     params = {"layers": _layers(random, jnp.float32), "t": jnp.float32(1)}
     x = jnp.asarray(random.normal(size=(rows, LENGTH, WIDTH)), jnp.float32)
@@ -291,7 +291,7 @@ def _contrastive(rows: int = 1024, chunk: int = 64) -> str:
         logits = jnp.exp(params["t"]) * encode(params, x) @ encode(params, y).T
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
 
-    small = optax_accum.microbatched_apply(encode, microbatch_size=chunk)
+    small = optax_accum.microbatched(encode, microbatch_size=chunk)
     whole, cut = (jax.jit(jax.grad(functools.partial(loss, f))).lower(params, x, y).compile() for f in (encode, small))
     error = _measure.relative_difference(cut(params, x, y), whole(params, x, y))
     megabytes = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in (whole, cut)]

@@ -58,7 +58,7 @@ def problem(rows: int) -> tuple[Any, Any]:
 
 def ways(block: int) -> dict[str, Callable[..., Any]]:
     """Returns the gradient of the loss in three ways."""
-    small = optax_accum.microbatched_apply(encode, microbatch_size=block)
+    small = optax_accum.microbatched(encode, microbatch_size=block)
     return {
         "whole": jax.grad(functools.partial(loss, encode=encode)),
         "encoder in micro-batches": jax.grad(functools.partial(loss, encode=small)),

@@ -59,7 +59,7 @@ def main() -> None:
     """Trains in micro-batches and with the whole batch, and compares."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        in_parts = optax_accum.microbatched_apply(block, 4, devices=optax_accum.Devices("data", to=SPECS))
+        in_parts = optax_accum.microbatched(block, 4, devices=optax_accum.Devices("data", to=SPECS))
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, 1)) + np.arange(LENGTH) ** 2
         tokens = jax.device_put(tokens.astype(np.int32) % VOCABULARY, NamedSharding(mesh, P("data")))
         cut = _train(in_parts, _params(mesh, SPECS), tokens)

@@ -31,9 +31,8 @@ from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._loss.ratio import Ratio
 from optax_accum._space.devices import Devices
 from optax_accum._space.metrics import metrics
-from optax_accum._within.accumulate import accumulate
 from optax_accum._within.microbatched import microbatched
-from optax_accum._within.microbatched_apply import microbatched_apply
+from optax_accum._within.reduce_microbatches import reduce_microbatches
 from optax_accum._within.value_and_grad import value_and_grad
 
 if _TYPE_CHECKING:
@@ -52,7 +51,6 @@ __all__ = [
     "Devices",
     "Ratio",
     "accelerators",
-    "accumulate",
     "accumulate_gradients",
     "apply_gradients",
     "batching",
@@ -65,9 +63,9 @@ __all__ = [
     "mean_grads",
     "metrics",
     "microbatched",
-    "microbatched_apply",
     "plan_microbatches",
     "primitives",
+    "reduce_microbatches",
     "sharding",
     "statistics",
     "value_and_apply_gradients",
@@ -83,6 +81,10 @@ _FUNCTIONS = {
     "plan_microbatches": "plan._planning",
     "verify_step": "verify._verify_step",
 }
+_GONE = {
+    "accumulate": "It is called reduce_microbatches.",
+    "microbatched_apply": "Take microbatched: it needs no roles, and takes devices=.",
+}
 
 
 def __getattr__(name: str) -> _Any:
@@ -91,7 +93,8 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module(f"optax_accum.{name}")
     if name in _FUNCTIONS:
         return globals().setdefault(name, getattr(_importlib.import_module(f"optax_accum.{_FUNCTIONS[name]}"), name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    remedy = f": {_GONE[name]}" if name in _GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
 
 
 def __dir__() -> list[str]:

@@ -199,7 +199,7 @@ def within_and_across(loss, weigh, start, batch):
 
 def accumulated(loss, weigh, start, batch):
     """A ready gradient function."""
-    grad = optax_accum.accumulate(jax.grad(loss), microbatch_size=4, weight_fn=weigh)
+    grad = optax_accum.reduce_microbatches(jax.grad(loss), microbatch_size=4, weight_fn=weigh)
     return moved(start, jax.jit(grad)(start, batch))
 
 
@@ -220,9 +220,11 @@ PATHS = {
     "value_and_grad, eager": functools.partial(within, jit=lambda grad: grad),
     "value_and_grad, number": functools.partial(within, microbatch_size=None, num_microbatches=5),
     "both": within_and_across,
-    "accumulate": accumulated,
+    "reduce_microbatches": accumulated,
 }
-TAKES_NO_INTEGERS = [name for name in PATHS if name.startswith("value_and_grad") or name in ("both", "accumulate")]
+TAKES_NO_INTEGERS = [
+    name for name in PATHS if name.startswith("value_and_grad") or name in ("both", "reduce_microbatches")
+]
 
 
 # Over devices: a mesh of two axes, so that what is not named is left alone.
@@ -256,7 +258,7 @@ def sharded_within(mesh, loss, weigh, start, batch, **how):
 
 
 def sharded_accumulated(mesh, loss, weigh, start, batch):
-    grad = optax_accum.accumulate(jax.grad(loss), microbatch_size=4, weight_fn=weigh, devices="data")
+    grad = optax_accum.reduce_microbatches(jax.grad(loss), microbatch_size=4, weight_fn=weigh, devices="data")
     start = on_mesh(mesh, start, P())
     return moved(start, jax.jit(grad)(start, on_mesh(mesh, batch, P("data"))))
 
@@ -368,7 +370,7 @@ def manual_within(mesh, loss, weigh, start, batch, *, check_vma):
 
 SHARDED = {
     "value_and_grad": sharded_within,
-    "accumulate": sharded_accumulated,
+    "reduce_microbatches": sharded_accumulated,
     "value_and_apply_gradients": sharded_micro_steps,
     "both": sharded_both,
     "both, skip": functools.partial(sharded_both, nonfinite="skip"),

@@ -96,9 +96,9 @@ def test_what_a_loss_closes_over_is_differentiated(way):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_microbatched_apply_in_forward_mode(dtype):
+def test_microbatched_in_forward_mode(dtype):
     encode = lambda w, x: jnp.tanh(x @ w)
-    cut = optax_accum.microbatched_apply(encode, 3)
+    cut = optax_accum.microbatched(encode, 3)
     w, x = W.astype(dtype), BATCH["x"].astype(dtype)
     got, want = (jax.jit(jax.jacfwd(f))(w, x) for f in (cut, encode))
     np.testing.assert_allclose(got.astype("f"), want.astype("f"), rtol=4 * float(jnp.finfo(dtype).eps))
@@ -115,7 +115,7 @@ def test_second_derivatives_in_bfloat16(way):
     encode = lambda w, x: jnp.sin(x @ w).astype(jnp.float32)
     whole, cut = (
         way(lambda w, f=f: jnp.sum(f(w, x) ** 2))(w).astype(jnp.float32)
-        for f in (encode, optax_accum.microbatched_apply(encode, microbatch_size=3))
+        for f in (encode, optax_accum.microbatched(encode, microbatch_size=3))
     )
     assert jnp.max(jnp.abs(whole)) > 1
     np.testing.assert_allclose(cut, whole, rtol=float(jnp.finfo(jnp.bfloat16).eps))
@@ -203,14 +203,14 @@ def compilations(run):
 
 def eager_calls():
     cut = optax_accum.value_and_grad(loss, num_microbatches=3)
-    encode = optax_accum.microbatched_apply(lambda w, x: jnp.tanh(x @ w), 3)
+    encode = optax_accum.microbatched(lambda w, x: jnp.tanh(x @ w), 3)
     step = optax_accum.value_and_apply_gradients(loss, TX)
     state = TX.init(W)
     return {
         "value_and_grad": lambda: cut(W, BATCH),
         "value_and_grad, differentiated": lambda: jax.grad(lambda w: cut(w, BATCH)[0])(W),
-        "microbatched_apply": lambda: encode(W, BATCH["x"]),
-        "microbatched_apply, differentiated": lambda: jax.grad(lambda w: encode(w, BATCH["x"]).sum())(W),
+        "microbatched": lambda: encode(W, BATCH["x"]),
+        "microbatched, differentiated": lambda: jax.grad(lambda w: encode(w, BATCH["x"]).sum())(W),
         "value_and_apply_gradients": lambda: step(W, state, BATCH, weight=3),
     }
 
@@ -255,7 +255,7 @@ def test_what_a_loss_closes_over_may_change_between_calls():
         told = jax.pure_callback(lambda: np.float32(tell), jax.ShapeDtypeStruct((), np.float32))
         return x @ forward(reverse(inner(w * table) * factor)) * told
 
-    encode = optax_accum.microbatched_apply(plain, 3)
+    encode = optax_accum.microbatched(plain, 3)
     grad = lambda f: jax.grad(lambda w: f(w, BATCH["x"]).sum())(W)
     seen = []
     for change in ("nothing", "factor", "table", "strength", "inner", "tell"):
@@ -277,7 +277,7 @@ def test_what_a_loss_closes_over_may_change_between_calls():
 
 def coupled(w, batch):
     shift = jnp.ones(3) * w  # what the function closes over
-    return jnp.mean(optax_accum.microbatched_apply(lambda w, x: x @ (w + shift), 3)(w, batch["x"]) ** 2)
+    return jnp.mean(optax_accum.microbatched(lambda w, x: x @ (w + shift), 3)(w, batch["x"]) ** 2)
 
 
 @pytest.mark.sweep
@@ -313,9 +313,9 @@ def test_outside_jit_a_loss_may_look_at_values():
         UserWarning, match=r"looks at values, which no trace has, at test_again.py:\d+\. All rows run at"
     ):
         close(cut(W, BATCH), whole)
-    close(optax_accum.accumulate(jax.value_and_grad(looks), num_microbatches=7)(W, BATCH), whole)
+    close(optax_accum.reduce_microbatches(jax.value_and_grad(looks), num_microbatches=7)(W, BATCH), whole)
     close(optax_accum.value_and_apply_gradients(looks, tx)(W, tx.init(W), BATCH)[:2], (whole[0], W - whole[1]))
-    close(optax_accum.microbatched_apply(turned, 3)(W, BATCH["x"]), BATCH["x"] @ W)
+    close(optax_accum.microbatched(turned, 3)(W, BATCH["x"]), BATCH["x"] @ W)
     with pytest.raises(jax.errors.ConcretizationTypeError):
         jax.jit(cut)(W, BATCH)
 

@@ -244,7 +244,7 @@ def test_a_mean_of_quotients_breaks_it(mean):
     """The comparison can fail: each micro-batch's own quotient, and a mean of them over rows."""
     ratio, start, batch = paths.loss_of(TIES, mean), paths.params(), paths.rows()
     quotient = lambda params, batch: paths.value_of(ratio(params, batch))
-    grads = jax.jit(optax_accum.accumulate(jax.grad(quotient), microbatch_size=5))(start, batch)
+    grads = jax.jit(optax_accum.reduce_microbatches(jax.grad(quotient), microbatch_size=5))(start, batch)
     assert not np.allclose(paths.moved(start, grads)["w"], paths.whole(TIES, mean)["w"], atol=1e-2)
 
 

@@ -13,7 +13,7 @@ def check_loss(loss: Any, shares: Any) -> None:
     if type(loss) is tuple:
         raise TypeError(
             f"fun must return a real scalar loss, or a dict of them: it returned a tuple of {len(loss)}. If that is "
-            "(loss, aux), pass has_aux=True; if it holds gradients, use optax_accum.accumulate."
+            "(loss, aux), pass has_aux=True; if it holds gradients, use optax_accum.reduce_microbatches."
         )
     for path, leaf in by_path(loss, "the loss"):
         if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -16,7 +16,7 @@ from optax_accum._core.types import Tree
 _CONSTANT = (
     "The count of a Ratio must not depend on the parameters in a way that has a derivative: sums of gradients alone "
     "cannot be divided by it. Return jax.lax.stop_gradient(count) if it is a constant of the loss. If it is to be "
-    "differentiated, let microbatched_apply return both as rows, and divide their sums."
+    "differentiated, let value_and_grad cut the whole batch in one call."
 )
 _WEIGHT = _CONSTANT.replace("The count of a Ratio", "What weight_of returns").replace("(count)", "(weight) there")
 
@@ -67,7 +67,7 @@ class Ratio:
       * With `has_aux` or `carry_argnum`: the `Ratio` stands where the loss
         does; `"mean"` of `aux` is weighted by its count, or with a dict of
         them by rows.
-      * A `Ratio` in `aux`, or in what `accumulate` returns: totals and
+      * A `Ratio` in `aux`, or in what `reduce_microbatches` returns: totals and
         counts are added.
 
       Known when running:

@@ -35,7 +35,7 @@ class Devices:
       to: where the sum goes: to all devices (None); as `PartitionSpec`s or
         `NamedSharding`s say, a prefix of the parameters' tree, such as
         `shard_over(params, "data")` (ZeRO-1); `"partial"`, in
-        `value_and_grad` and `accumulate`, leaves each device its own sum.
+        `value_and_grad` and `reduce_microbatches`, leaves each device its own sum.
       dtype: in which gradients cross the network: bfloat16 halves the
         bytes. By default the dtype of the sums.
       overlap: whether the backward pass of the last micro-batch adds the
@@ -222,6 +222,6 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
             raise ValueError(
                 f"With devices, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
                 f"and partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
-                'accumulate with devices=Devices(..., to="partial"), or call value_and_apply_gradients, with an '
-                "optimizer that is in no chain: accumulate_gradients(optax.chain(...), devices=...)."
+                'reduce_microbatches with devices=Devices(..., to="partial"), or call value_and_apply_gradients, with '
+                "an optimizer that is in no chain: accumulate_gradients(optax.chain(...), devices=...)."
             )

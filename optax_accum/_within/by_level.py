@@ -51,6 +51,10 @@ def run_once(equation: Equation, levels: Levels, store: Store) -> None:
 
 
 def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
+    if _is_of_widened(equation, store):
+        (value,), (result,) = equation.ins, equation.outs
+        store.values[result] = shared.followed(lambda leaf: followed(equation, [leaf])[0], store.values[value])
+        return
     if _is_of_parts(equation, levels, store):
         results = followed(equation, [_part_of_sum(value, equation, store) for value in equation.ins])
         store.sums.update(zip(equation.outs, results, strict=True))
@@ -104,6 +108,13 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
     return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
+
+
+def _is_of_widened(equation: Equation, store: Store) -> bool:
+    """Whether an equation is linear in a narrow parameter, a cast say: then its gradient need not be rounded."""
+    if len(equation.ins) != 1 or not shared.is_widened(store.values.get(equation.ins[0])):
+        return False
+    return layers.follows(equation, set(equation.ins), layers.Zeros())
 
 
 def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:

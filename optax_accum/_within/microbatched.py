@@ -4,16 +4,24 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from optax_accum._arguments import callables
-from optax_accum._arguments.roles import Roles
-from optax_accum._core.types import Name
-from optax_accum._within import by_level, splitting
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._core.leaves import is_array
+from optax_accum._core.types import Name, Tree
+from optax_accum._space.device import Device
+from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.here import here
+from optax_accum._within import by_level, shared, splitting
+from optax_accum._within.outputs import joined, placed
 from optax_accum._within.traced_call import UndividedError, trace_call, warn_undivided
 
 
 @callables.renamed(
     "num_microbatches",
     crossing="Leave it out: its rows are saved. For less memory take value_and_grad, and recompute=.",
+    **dict.fromkeys(("group_size", "rng_argnum", "whole_argnums"), "Leave it out: the traced function tells it."),
 )
 def microbatched(
     fun: Callable[..., Any],
@@ -21,6 +29,7 @@ def microbatched(
     *,
     microbatch_size: int | None = None,
     batch_argnums: Name | Sequence[Name] = 1,
+    devices: str | Sequence[str] | Devices | None = None,
 ) -> Callable[..., Any]:
     """Computes any function of a batch micro-batch by micro-batch, exactly.
 
@@ -36,7 +45,11 @@ def microbatched(
 
     `value_and_grad` takes the gradient apart in the same way, and needs
     fewer loops and less memory. Take `microbatched` to differentiate
-    yourself.
+    yourself: a function of rows under a loss of your own (an encoder, under
+    blocks of logits), or a layer whose parameters are sharded (FSDP). With
+    `devices` a sharded layer is gathered once for all micro-batches, and
+    once more in the backward pass; its gradient is added on each device and
+    scattered once. The network traffic does not grow with k: docs/fsdp.md.
 
     Args:
       fun: any function of a batch that `jax.jit` can trace, for any number
@@ -46,12 +59,19 @@ def microbatched(
         two.
       batch_argnums: the argument, or several, that hold the batch, by
         position or name: trees whose arrays have rows as their first axis.
+      devices: the mesh axes over which the batch is sharded: the rows of
+        all devices are one batch. Or `Devices(axes, to=specs)`: how the
+        parameters, argument 0 here, are sharded over these axes, and their
+        gradients, too; see `optax_accum.sharding`. In a scan over layers,
+        pass the specs of one layer. By default parameters are replicated,
+        and gradients are reduced once.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does.
 
     Raises:
-      TypeError, ValueError: invalid arguments.
+      TypeError, ValueError: invalid arguments; specs that do not shard over
+        these axes, or not evenly; rows that the devices do not divide.
       Exception: what the function raises for twice as many rows; a note
         says what to do.
 
@@ -75,6 +95,17 @@ def microbatched(
       * A rule of your own (`jax.custom_vjp`) that does not treat rows one
         by one, a clip of a parameter's gradient say: runs on all rows.
       * Callbacks and `jax.debug.print` run once, on all rows.
+      * Forward mode (`jvp`, `jacfwd`, `hessian`): works, in bfloat16 too.
+      * `Devices(to=)` inside a `jax.shard_map` over these axes: an error that
+        says how to gather there.
+      * Values that `fun` closes over have their gradients added over the
+        devices at each micro-batch; pass them as arguments instead.
+
+    References:
+      * L. Gao et al., *Scaling deep contrastive learning batch size under
+        memory limited setup* (GradCache), 2021.
+      * J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline
+        parallelism*, arXiv:2106.02679.
 
     Example:
       A normalised layer:
@@ -92,19 +123,40 @@ def microbatched(
     """
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False, of_whole_batch=True)
-    fun = callables.as_function(fun)
+    fun, over = callables.as_function(fun), as_devices(devices, of_gradients=False)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        call = roles.bind(args, kwargs)
-        others = [name for name in call.arguments if name not in call.batch]
-        try:
-            loss = trace_call(lambda call: call.apply(fun), call, sizes, others)
-        except UndividedError as error:
-            warn_undivided(error)
-            return call.apply(fun)
-        if loss.units.parts == 1:
-            return call.apply(fun)
-        return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, loss.values))
+        call, space = roles.bind(args, kwargs), here(over)
+        for name in call.params:
+            space.check_params(call.arguments[name])
+        on_device = functools.partial(_on_device, fun, sizes)
+        return joined(space, *space.run(on_device, call, sharded=next(iter(call.params), None)))
 
     return run
+
+
+def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> tuple[Tree, Tree]:
+    """The outputs of one device's rows, and those that all devices have alike."""
+    others = tuple(name for name in call.arguments if name not in call.batch)
+    wide = shared.widened(call[others], tuple(map(device.gathers, others, call[others])))
+    call = call.with_values(others, shared.narrowed(wide))
+    try:
+        traced = trace_call(lambda call: call.apply(fun), call, sizes, others, device)
+    except UndividedError as error:
+        if not device.is_alone:
+            error.add_note("Over devices micro-batches cannot run at once. Change that line.")
+            raise
+        warn_undivided(error)
+        return None, call.apply(fun)
+    if device.is_alone and traced.units.parts == 1:
+        return None, call.apply(fun)
+    values = _arrays(call.with_values((*others, *call.batch), (*wide, *traced.call[call.batch])))
+    outputs = traced.returned(by_level.evaluate(traced.levels, traced.units, traced.device, values))
+    return placed(device, traced, outputs)
+
+
+def _arrays(call: Call) -> list[Any]:
+    """The arrays of a call, in the order in which its trace takes them; a narrow one may be widened."""
+    leaves = jax.tree.leaves(list(call.arguments.values()), is_leaf=shared.is_widened)
+    return [leaf for leaf in leaves if is_array(leaf) or shared.is_widened(leaf)]

@@ -38,11 +38,17 @@ def widened(tree: Tree, gathers: Tree) -> Tree:
 
 def narrowed(tree: Tree) -> Tree:
     """The tree as one micro-batch sees it."""
-
-    def is_widened(node: Any) -> bool:
-        return isinstance(node, Widened)
-
     return jax.tree.map(lambda node: _narrow(*node) if is_widened(node) else node, tree, is_leaf=is_widened)
+
+
+def is_widened(node: Any) -> bool:
+    return isinstance(node, Widened)
+
+
+def followed(fun: Callable[[Any], Any], node: Widened) -> Any:
+    """A linear function of a narrow leaf: a `Widened`; or, where it casts to float32, a leaf of that dtype."""
+    leaf, zeros = fun(node.leaf), fun(node.zeros)
+    return Widened(leaf, zeros) if dtypes.is_narrow(leaf.dtype) else _narrow(leaf, zeros)
 
 
 class Closure:

@@ -36,6 +36,8 @@ class Store:
     def whole(self, value: Value) -> Any:
         if isinstance(value, Constant | Number):
             return value.array
+        if shared.is_widened(self.values.get(value)):
+            return shared.narrowed(self.values[value])
         if value not in self.values and value in self.sums:
             self.values[value] = self.device.joined("sum", self.sums[value]).astype(value.aval.dtype)
         if value not in self.values and value.axis is None:
@@ -52,6 +54,8 @@ class Store:
 
     def shared(self, value: Value) -> Any:
         """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
+        if shared.is_widened(self.values.get(value)):
+            return self.values[value]
         if value not in self.passed:
             (self.passed[value],) = shared.widened([self.whole(value)], [same])
         return self.passed[value]

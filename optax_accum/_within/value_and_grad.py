@@ -14,11 +14,12 @@ from optax_accum._core.types import Name
 from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
+from optax_accum._within.outputs import joined
 from optax_accum._within.rules import CROSSING, CallRules, as_rules
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
-    "jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))."
+    "jax.value_and_grad(optax_accum.reduce_microbatches(fun, num_microbatches, ...))."
 )
 _GONE = ("whole_argnums", "group_size", "weight_fn", "weight_of", "rng_argnum", "carry_argnum")
 
@@ -63,7 +64,7 @@ def value_and_grad(
     not move.
 
     Micro-batches that count each by itself (ghost BatchNorm) are another
-    mean: `jax.value_and_grad(optax_accum.accumulate(loss, k))`. So are those of
+    mean: `jax.value_and_grad(optax_accum.reduce_microbatches(loss, k))`. So are those of
     a loss that takes something from the other `devices`, inside
     `jax.shard_map`: it is refused here. A collective along any other axis
     (tensor parallelism) treats rows one by one.
@@ -217,7 +218,7 @@ def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
     space = rules.space(call[call.params])
     local, outputs = space.run(lambda device, call: whole_batch.differentiated(rules, device, call, again), call)
-    value = whole_batch.joined(space, local.outputs, outputs)
+    value = joined(space, local.outputs, outputs)
     grads = space.reduced(local.grads)[0]
     samples, weight = space.total((local.samples, local.weight))
     value = rules.meter.with_statistics(value, samples, grads, weight)

@@ -20,13 +20,12 @@ from optax_accum._loss import ratio
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
-from optax_accum._space.space import Space
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
 from optax_accum._within.measured import measured, rows_of, sum_of
+from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
-from optax_accum._within.store import axis_of, has_own_rows
 from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
@@ -50,15 +49,6 @@ class Local(NamedTuple):
     outputs: Tree
     samples: Any = ()
     weight: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Along:
-    """One device's rows of an output, [n, ...], and the axis along which they belong."""
-
-    rows: jax.Array
-    axis: int = dataclasses.field(metadata={"static": True})
 
 
 def differentiated(rules: CallRules, device: Device, call: Call, again: bool) -> tuple[Local, Tree]:
@@ -167,7 +157,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
         pairs = zip(parts, gradient, strict=True)
         parts = [part if value in store.sums else ends[value](part) for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
-    local, same = _placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
+    local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
 
@@ -186,19 +176,6 @@ def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., An
     grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
     device.check_axes(jax.tree.leaves(outputs))
     return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
-
-
-def joined(space: Space, local: Tree, outputs: Tree) -> Tree:
-    """The outputs as `fun` returns them, from the devices' own parts and from outputs that all have alike."""
-
-    def join(mine: Any, same: Any) -> Any:
-        if mine is None:
-            return same
-        if isinstance(mine, Along):
-            return jnp.moveaxis(space.output("concat", mine.rows), 0, mine.axis)
-        return space.total(mine)
-
-    return jax.tree.map(join, local, outputs, is_leaf=lambda node: node is None or isinstance(node, Along))
 
 
 def _of_one_number(rules: CallRules) -> Callable[..., Any]:
@@ -233,7 +210,7 @@ def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall)
         return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, arrays))
 
     grads, outputs = _differentiated(rules, loss.device, call.with_values(names, loss.call[names]), compute)
-    local, same = _placed(device, loss, outputs)
+    local, same = placed(device, loss, outputs)
     return Local(grads, local), same
 
 
@@ -245,7 +222,7 @@ def _check_own_rows(device: Device, loss: TracedCall) -> None:
     raise ValueError(
         f"The loss takes something from the other devices of {device.axes} ({where}). Leave that out: with devices, "
         "the rows of all devices are one batch. Or let each micro-batch count by itself: "
-        "jax.value_and_grad(optax_accum.accumulate(loss, k, weight_fn=..., devices=...))."
+        "jax.value_and_grad(optax_accum.reduce_microbatches(loss, k, weight_fn=..., devices=...))."
     )
 
 
@@ -264,21 +241,3 @@ def _differentiated(rules: CallRules, device: Device, call: Call, compute: Calla
 def _widened(grad: Any, named: Any) -> Any:
     """The gradient in the dtype in which it is added over devices."""
     return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
-
-
-def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
-    """Splits outputs: one device's own, and the ones that all have alike; None stands for the others."""
-    leaves, treedef = jax.tree.flatten(outputs)
-    if device.is_alone:
-        return treedef.unflatten([None] * len(leaves)), outputs
-    values = loss.levels.program.outputs[: len(leaves)]
-    mine: list[Any] = [None] * len(leaves)
-    same: list[Any] = [None] * len(leaves)
-    for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
-        if has_own_rows(value):
-            mine[place] = Along(jnp.moveaxis(leaf, axis_of(value), 0), axis_of(value))
-        elif device.one_batch:
-            same[place] = device.same(leaf)
-        else:
-            mine[place] = leaf
-    return treedef.unflatten(mine), treedef.unflatten(same)

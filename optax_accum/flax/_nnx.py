@@ -104,10 +104,10 @@ def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -
     return dataclasses.replace(call, arguments={0: module.params, 1: batch, 2: module.stats, 3: module.rest})
 
 
-def accumulate(
+def reduce_microbatches(
     fun: Callable[..., Any], num_microbatches: int | None = None, *, wrt: Any = nnx.Param, **options: Any
 ) -> Callable[..., Any]:
-    """Does what `optax_accum.accumulate` does, for a function of a module.
+    """Does what `optax_accum.reduce_microbatches` does, for a function of a module.
 
     Pass an `nnx.value_and_grad(loss)`, an evaluation, or any other function
     of a batch. If you have the loss, `value_and_grad` needs less memory.
@@ -115,10 +115,10 @@ def accumulate(
     Args:
       fun: a function `fun(model, batch, *args, **kwargs)` of an NNX module,
         as in `value_and_grad`.
-      num_microbatches: as in `optax_accum.accumulate`; or
+      num_microbatches: as in `optax_accum.reduce_microbatches`; or
         `microbatch_size`.
       wrt: the variables that `fun` differentiates, or only reads.
-      **options: those of `optax_accum.accumulate`: `microbatch_size`,
+      **options: those of `optax_accum.reduce_microbatches`: `microbatch_size`,
         `weight_fn`, `reduction`, ...; the positions in them are those in
         `fun`, the model being 0.
 
@@ -141,26 +141,26 @@ def accumulate(
       >>> from flax import nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> grad_fn = nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))
-      >>> cut = optax_accum.flax.nnx.accumulate(grad_fn, 2)
+      >>> cut = optax_accum.flax.nnx.reduce_microbatches(grad_fn, 2)
       >>> value, grads = cut(model, jnp.ones((4, 2)))
       >>> grads["kernel"].shape
       (2, 1)
     """
     carry = {"carry_argnum": _OWN_OPTIONS["carry_argnum"]}
-    _calls.check_options("optax_accum.flax.nnx.accumulate", options, carry)
+    _calls.check_options("optax_accum.flax.nnx.reduce_microbatches", options, carry)
     devices = _calls.devices_of(options)
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
     options["devices"] = with_replicated(devices)
     if weight_of := options.get("weight_of"):
         options["weight_of"] = lambda result: weight_of(result[0])
-    optax_accum.accumulate(fun, **options)  # raises its errors when this is built
+    optax_accum.reduce_microbatches(fun, **options)  # raises its errors when this is built
     roles = _roles(fun, options)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
         module = Module(call, wrt, Device(devices.axes))
-        (result, moments), rest = module.apply(optax_accum.accumulate, _as_result, fun, options)
+        (result, moments), rest = module.apply(optax_accum.reduce_microbatches, _as_result, fun, options)
         module.write(moments, rest, options)
         return result
 

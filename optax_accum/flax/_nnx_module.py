@@ -136,7 +136,7 @@ def _check_streams(args: Mapping[Name, Any]) -> None:
             if isinstance(node, nnx.Rngs):
                 raise TypeError(
                     f"An nnx.Rngs beside the model is advanced by nobody: argument {name!r}. Make it an attribute of "
-                    "the module; or pass a key, which accumulate needs named by rng_argnum."
+                    "the module; or pass a key, which reduce_microbatches needs named by rng_argnum."
                 )
 
 

@@ -179,7 +179,7 @@ _WAYS_FOR_ARGUMENTS = (
 )
 _WAYS = (
     "Recompute activations (jax.checkpoint, and its policies as options=), offload them, shard the parameters (FSDP), "
-    "or cut layer by layer (microbatched_apply): docs/planning.md."
+    "or cut layer by layer (microbatched): docs/planning.md."
 )
 
 

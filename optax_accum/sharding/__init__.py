@@ -18,7 +18,7 @@ handles the other mesh axes.
   [d] (inside `jax.shard_map` that device's own), or one number, shared
   equally by the devices. A mean argument is one for each device or the same
   for all. A device's key is `fold_in(fold_in(key, device), i)`.
-* `microbatched_apply(block, ..., devices=Devices("data", to=specs))`: a
+* `microbatched(block, ..., devices=Devices("data", to=specs))`: a
   layer whose parameters are sharded as `specs` say is gathered once for all
   its micro-batches, and its gradient scattered once (FSDP): docs/fsdp.md.
 
@@ -30,7 +30,7 @@ handles the other mesh axes.
   reduction is a reduce-scatter, each device updates its shard, and the
   parameters are gathered afterwards (ZeRO-1). With several `argnums`, a
   tuple of such.
-* `"partial"`, for `value_and_grad` and `accumulate`: nowhere. Loss,
+* `"partial"`, for `value_and_grad` and `reduce_microbatches`: nowhere. Loss,
   gradients and outputs are those of each device, [d, ...] (inside
   `jax.shard_map` its own [...]).
 

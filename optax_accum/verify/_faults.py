@@ -193,7 +193,7 @@ FAULTS = (
         "No weighted sum of their gradients is the whole batch's; or a constant added to a leaf of the batch changes "
         "nothing.",
         "Normalise data, such as advantages, over the whole batch, before it is cut. Compute what is per example with "
-        "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
+        "microbatched and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
         {},
         "Normalise data, such as advantages, over the whole batch, before it is cut. Put losses that compare rows on "

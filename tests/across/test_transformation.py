@@ -489,7 +489,7 @@ def test_a_weight_is_counted_in_32_bits(dtype):
     step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=lambda x: jnp.asarray(3, dtype))
     for run in (
         lambda: step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2)),
-        lambda: optax_accum.accumulate(jax.grad(loss), 2, weight_fn=lambda x: jnp.asarray(3, dtype))(
+        lambda: optax_accum.reduce_microbatches(jax.grad(loss), 2, weight_fn=lambda x: jnp.asarray(3, dtype))(
             jnp.float32(1), jnp.ones(4)
         ),
     ):

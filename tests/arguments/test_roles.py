@@ -28,7 +28,7 @@ def noisy(w, x, key):
 
 
 def cut(fun, *args, **options):
-    return optax_accum.accumulate(jax.value_and_grad(fun), microbatch_size=4, **options)(*args)
+    return optax_accum.reduce_microbatches(jax.value_and_grad(fun), microbatch_size=4, **options)(*args)
 
 
 def micro_step(fun, w, *args, **options):
@@ -37,7 +37,7 @@ def micro_step(fun, w, *args, **options):
 
 def applied(fun, *args, **options):
     rows = functools.wraps(fun)(lambda w, x, *rest: fun(w, x, *rest) + 0 * x[:, 0])
-    return optax_accum.microbatched_apply(rows, microbatch_size=4, **options)(*args)
+    return optax_accum.microbatched(rows, microbatch_size=4, **options)(*args)
 
 
 FACTORIES = pytest.mark.parametrize("run", [cut, micro_step, applied])
@@ -104,7 +104,7 @@ def test_a_tree_of_keys():
 
 
 def test_each_micro_step_draws_numbers_of_its_own():
-    """As in `accumulate`: micro-step i of a window has `fold_in(key, i)`, whether or not it reduces."""
+    """As in `reduce_microbatches`: micro-step i of a window has `fold_in(key, i)`, whether or not it reduces."""
     rows = [X[:6], X[6:]]
     step = jax.jit(optax_accum.value_and_apply_gradients(noisy, TX, rng_argnum=2))
     w, state = W, TX.init(W)
@@ -204,7 +204,7 @@ def test_roles_of_a_micro_step(named, by_position, jit):
 def test_roles_of_outputs(named, by_position, jit):
     outputs = lambda w, x, y, carry, key, table: x @ w - y + carry + jnp.sum(table) + 0 * jax.random.normal(key)
     options = {name: of for name, of in ROLES[named].items() if name != "carry_argnum"}
-    f = optax_accum.microbatched_apply(outputs, microbatch_size=5, **options)
+    f = optax_accum.microbatched(outputs, microbatch_size=5, **options)
     args, kwargs = split(ARGUMENTS, by_position)
     got = (jax.jit(f) if jit else f)(W, *args, **kwargs)
     np.testing.assert_allclose(got, outputs(W, **ARGUMENTS), rtol=1e-5)
@@ -222,7 +222,7 @@ def test_what_is_differentiated_by_name_and_passed_by_keyword(argnums):
 def test_each_micro_batch_has_a_key_of_its_own_whichever_way_it_comes():
     want = sum(jax.grad(noisy)(W, X[i::3], jax.random.fold_in(KEY, i)) for i in range(3)) / 3
     for named in (2, -1, "key"):
-        f = optax_accum.accumulate(jax.grad(noisy), 3, rng_argnum=named)
+        f = optax_accum.reduce_microbatches(jax.grad(noisy), 3, rng_argnum=named)
         for grads in (f(W, X, KEY), f(W, X, key=KEY), f(W, key=KEY, x=X)):
             np.testing.assert_allclose(grads, want, rtol=1e-5)
 
@@ -282,7 +282,7 @@ def test_functions_of_every_kind(kind):
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1)
     step = optax_accum.value_and_apply_gradients(fun, tx, batch_argnums=batch)
     np.testing.assert_allclose(step(W, tx.init(W), *args, **kwargs)[1], W - 0.5 * want, rtol=1e-5)
-    cut = optax_accum.accumulate(jax.grad(fun), microbatch_size=5, batch_argnums=batch)
+    cut = optax_accum.reduce_microbatches(jax.grad(fun), microbatch_size=5, batch_argnums=batch)
     np.testing.assert_allclose(cut(W, *args, **kwargs), want, rtol=1e-5)
 
 
@@ -291,9 +291,11 @@ def test_what_is_accumulated_needs_no_parameters():
     fun = lambda *args, **kwargs: sum(map(jnp.sum, (*args, *kwargs.values())))
     calls = {("x", "y"): ((), {"x": X, "y": Y}), (0, "y"): ((X,), {"y": Y}), (0, 1): ((X, Y), {})}
     for batch, (args, kwargs) in calls.items():
-        cut = optax_accum.accumulate(fun, 3, batch_argnums=batch, reduction="sum")
+        cut = optax_accum.reduce_microbatches(fun, 3, batch_argnums=batch, reduction="sum")
         np.testing.assert_allclose(cut(*args, **kwargs), X.sum() + Y.sum(), rtol=1e-5)
-    named = optax_accum.accumulate(lambda x, y: jnp.sum(x) + jnp.sum(y), 3, batch_argnums=("x", "y"), reduction="sum")
+    named = optax_accum.reduce_microbatches(
+        lambda x, y: jnp.sum(x) + jnp.sum(y), 3, batch_argnums=("x", "y"), reduction="sum"
+    )
     np.testing.assert_allclose(named(X, Y), X.sum() + Y.sum(), rtol=1e-5)
 
 
@@ -317,11 +319,11 @@ def test_a_keyword_that_is_none_goes_to_fun():
 def test_an_argument_that_no_role_names():
     with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums\.$"):
         optax_accum.value_and_grad(squares, num_microbatches=2)(W, X, y=Y)
-    gradient = functools.partial(optax_accum.accumulate, jax.grad(squares), 2)
+    gradient = functools.partial(optax_accum.reduce_microbatches, jax.grad(squares), 2)
     with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums.*pass whole_argnums='y'"):
         gradient()(W, X, y=Y)
     with pytest.raises(ValueError, match="argument 'key' is a key. Pass rng_argnum='key'.*whole_argnums='key'"):
-        optax_accum.accumulate(jax.grad(noisy), 2)(W, X, key=KEY)
+        optax_accum.reduce_microbatches(jax.grad(noisy), 2)(W, X, key=KEY)
     whole = gradient(whole_argnums="y")
     with pytest.raises(TypeError, match="shape"):  # and it is whole
         whole(W, X, y=Y)
@@ -440,7 +442,7 @@ def test_the_number_of_rows_is_an_integer():
 def test_parameters_may_have_as_many_rows_as_the_batch():
     weights = jnp.arange(float(len(X) ** 2)).reshape(len(X), len(X)) / 1e3
     batch = jnp.asarray(np.random.default_rng(0).normal(size=(len(X), len(X))), jnp.float32)
-    small = optax_accum.microbatched_apply(lambda w, x: x @ w[0], 2)
+    small = optax_accum.microbatched(lambda w, x: x @ w[0], 2)
     np.testing.assert_allclose(small([weights], batch), batch @ weights, rtol=1e-4, atol=1e-5)
 
 
@@ -483,15 +485,15 @@ def test_groups_stay_together(options):
     whole = jax.jit(jax.grad(in_groups))(W, X)
     found = jax.jit(optax_accum.value_and_grad(in_groups, **options))(W, X)[1]
     np.testing.assert_allclose(found, whole, rtol=1e-5)  # nothing said: the loss tells
-    torn = jax.jit(optax_accum.accumulate(jax.grad(in_groups), num_microbatches=3))(W, X)
+    torn = jax.jit(optax_accum.reduce_microbatches(jax.grad(in_groups), num_microbatches=3))(W, X)
     assert not np.allclose(torn, whole, rtol=1e-3)  # without the option they are torn apart
-    got = jax.jit(optax_accum.accumulate(jax.grad(in_groups), group_size=2, **options))(W, X)
+    got = jax.jit(optax_accum.reduce_microbatches(jax.grad(in_groups), group_size=2, **options))(W, X)
     np.testing.assert_allclose(got, whole, rtol=1e-5)
 
 
 def test_outputs_of_groups_come_back_in_order():
     swap = lambda w, x: (x @ w).reshape(-1, 2)[:, ::-1].reshape(-1)
-    apply = optax_accum.microbatched_apply(swap, microbatch_size=8, group_size=2)
+    apply = optax_accum.microbatched(swap, microbatch_size=8, group_size=2)
     np.testing.assert_allclose(apply(W, X), swap(W, X), rtol=1e-6)
 
 
@@ -501,7 +503,7 @@ def test_groups_over_devices():
         f = optax_accum.value_and_grad(in_groups, microbatch_size=4, devices="data")
         np.testing.assert_allclose(jax.jit(f)(W, X)[1], jax.jit(jax.grad(in_groups))(W, X), rtol=1e-5)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
-            optax_accum.accumulate(jax.grad(in_groups), 1, group_size=4, devices="data")(W, X)
+            optax_accum.reduce_microbatches(jax.grad(in_groups), 1, group_size=4, devices="data")(W, X)
         tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1, devices="data")
         step = optax_accum.value_and_apply_gradients(in_groups, tx, group_size=4)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
@@ -518,7 +520,7 @@ def test_a_micro_batch_of_groups():
     with pytest.raises(ValueError, match="group_size=3, and a micro-batch"):
         cut(in_groups, W, X, group_size=3)
     with pytest.raises(ValueError, match="6 groups of 2 rows.*num_microbatches=6 at most"):
-        optax_accum.accumulate(jax.grad(in_groups), 7, group_size=2)(W, X)
+        optax_accum.reduce_microbatches(jax.grad(in_groups), 7, group_size=2)(W, X)
 
 
 # What is no array
@@ -546,7 +548,7 @@ def test_flags_names_and_functions_stay_what_they_are():
         assert (train, name) == (True, "tower")
         return act(x @ w)
 
-    got = optax_accum.microbatched_apply(encode, 3)(W, X, True, "tower", jnp.tanh)
+    got = optax_accum.microbatched(encode, 3)(W, X, True, "tower", jnp.tanh)
     np.testing.assert_allclose(got, jnp.tanh(X @ W), rtol=1e-6)
 
 
@@ -561,8 +563,10 @@ def dropped(w, x, y, key=None):
 
 
 METHODS = {
-    "accumulate": lambda fun, **roles: optax_accum.accumulate(jax.grad(fun), 3, batch_argnums=(1, 2), **roles),
-    "microbatched_apply": lambda fun, **roles: optax_accum.microbatched_apply(
+    "reduce_microbatches": lambda fun, **roles: optax_accum.reduce_microbatches(
+        jax.grad(fun), 3, batch_argnums=(1, 2), **roles
+    ),
+    "microbatched": lambda fun, **roles: optax_accum.microbatched(
         lambda w, x, y, **key: fun(w, x, y, **key)[None] * jnp.ones(len(x)), 3, batch_argnums=(1, 2), **roles
     ),
 }
@@ -586,7 +590,7 @@ def test_what_is_drawn_for_all_rows_alike_may_come_from_any_key(method):
     """Random features; and a loss that only takes micro-batches of one size tells nothing."""
     features = lambda w, x, y: squares(w, x * jax.random.normal(DROPS, x.shape[1:])[None], y)
     found = METHODS[method](features)(W, X, Y)
-    if method == "microbatched_apply":
+    if method == "microbatched":
         np.testing.assert_allclose(jnp.mean(found), features(W, X, Y), rtol=1e-5)
     else:
         np.testing.assert_allclose(found, jax.grad(features)(W, X, Y), rtol=1e-5)
@@ -595,8 +599,8 @@ def test_what_is_drawn_for_all_rows_alike_may_come_from_any_key(method):
 
 
 def test_one_micro_batch_shares_no_key():
-    """It is the whole batch, whatever its key: `microbatched_apply` refused that."""
+    """It is the whole batch, whatever its key: `microbatched` refused that."""
     own = lambda w, x: jax.random.bernoulli(DROPS, 0.5, x.shape) * (x @ w)[:, None]
     for size in ({"num_microbatches": 1}, {"microbatch_size": 2 * len(X)}):
-        np.testing.assert_array_equal(optax_accum.microbatched_apply(own, **size)(W, X), own(W, X))
+        np.testing.assert_array_equal(optax_accum.microbatched(own, **size)(W, X), own(W, X))
         optax_accum.value_and_grad(lambda w, x: own(w, x).mean(), **size)(W, X)

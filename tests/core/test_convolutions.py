@@ -254,7 +254,7 @@ def normalised(params, batch):
 
 
 def by_pairs(params, batch):
-    f = optax_accum.microbatched_apply(lambda params, x: features(params, {"x": x}), 2)(params, batch["x"])
+    f = optax_accum.microbatched(lambda params, x: features(params, {"x": x}), 2)(params, batch["x"])
     return jnp.mean((f @ f.T - batch["y"] @ batch["y"].T) ** 2)
 
 
@@ -273,12 +273,12 @@ PATHS = {
     "value_and_grad": grad(loss),
     "level by level": grad(normalised),
     "a remainder": optax_accum.value_and_grad(loss, microbatch_size=3),
-    "accumulate": optax_accum.accumulate(jax.value_and_grad(loss), 2),
-    "accumulate, weighed": optax_accum.accumulate(jax.value_and_grad(loss), 2, weight_fn=weigh),
-    "gradient of accumulate": jax.value_and_grad(optax_accum.accumulate(loss, 2)),
+    "reduce_microbatches": optax_accum.reduce_microbatches(jax.value_and_grad(loss), 2),
+    "accumulate, weighed": optax_accum.reduce_microbatches(jax.value_and_grad(loss), 2, weight_fn=weigh),
+    "gradient of accumulate": jax.value_and_grad(optax_accum.reduce_microbatches(loss, 2)),
     "microbatched": jax.value_and_grad(optax_accum.microbatched(loss, 2)),
     "microbatched, coupled": jax.value_and_grad(optax_accum.microbatched(normalised, 2)),
-    "microbatched_apply": jax.value_and_grad(by_pairs),
+    "microbatched, in a loss": jax.value_and_grad(by_pairs),
     "value_and_apply_gradients": step,
     "value_and_apply_gradients, weighed": functools.partial(step, weight_fn=weigh),
     "twice": jax.hessian(lambda params, batch: grad(loss)(params, batch)[0]),
@@ -294,7 +294,7 @@ def test_the_loss_of_each_path_is_rewritten(name):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", tiers.sweep(PATHS, but=["accumulate", "value_and_apply_gradients"]))
+@pytest.mark.parametrize("name", tiers.sweep(PATHS, but=["reduce_microbatches", "value_and_apply_gradients"]))
 def test_for_an_accelerator_nothing_changes(name, monkeypatch):
     def program():
         text = jax.jit(PATHS[name]).trace(PARAMS, BATCH).lower(lowering_platforms=("tpu",)).as_text()

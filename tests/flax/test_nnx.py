@@ -81,7 +81,7 @@ def test_a_ready_gradient_function_of_a_module(jit):
     want = gradient(model, (X, Y))
     names = (("mean", {"logits": "concat", "rows": "sum"}), "mean")
     options = {"reduction": names, "weight_of": lambda result: result[0][1]["rows"]}
-    cut = accum.nnx.accumulate(gradient, microbatch_size=5, **options)
+    cut = accum.nnx.reduce_microbatches(gradient, microbatch_size=5, **options)
     (value, aux), grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
     assert_allclose(value, want[0][0], rtol=1e-6)
     close(aux, want[0][1])
@@ -93,13 +93,13 @@ def test_a_ready_gradient_function_leaves_the_state_of_the_model_as_the_loss_doe
     """Running statistics move once, random streams at each micro-batch; no rows leave them alone."""
     gradient = nnx.value_and_grad(lambda model, batch: nnx_loss(model, batch, norm=True))
     whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    cut = accum.nnx.accumulate(gradient, microbatch_size=5)
+    cut = accum.nnx.reduce_microbatches(gradient, microbatch_size=5)
     nnx.jit(lambda whole, model, batch: (gradient(whole, batch), cut(model, batch)))(whole, model, (X, Y))
     close(statistics(model), statistics(whole))
     cut(model, (X[:0], Y[:0]))
     close(statistics(model), statistics(whole))
     dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
-    masks = accum.nnx.accumulate(lambda model, x: model.drop(jnp.ones_like(x)), 4, reduction="stack")
+    masks = accum.nnx.reduce_microbatches(lambda model, x: model.drop(jnp.ones_like(x)), 4, reduction="stack")
     kept = masks(dropping, X)
     assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
 
@@ -110,12 +110,12 @@ def test_a_ready_gradient_function_over_devices():
     gradient = nnx.value_and_grad(nnx_loss)
     rows = len(X) // 4 * 4
     want = gradient(model, (X[:rows], Y[:rows]))
-    cut = accum.nnx.accumulate(gradient, 2, devices="data")
+    cut = accum.nnx.reduce_microbatches(gradient, 2, devices="data")
     with jax.set_mesh(mesh):
         batch = jax.device_put((X[:rows], Y[:rows]), NamedSharding(mesh, P("data")))
         value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
         to = (P(), {"first": {"kernel": P(None, "data"), "bias": P("data")}, "last": P(), "norm": P()})
-        sharded = accum.nnx.accumulate(
+        sharded = accum.nnx.reduce_microbatches(
             lambda *args: as_dicts(gradient(*args)), 2, devices=optax_accum.Devices("data", to=to)
         )
         (_, shards) = nnx.jit(lambda model, batch: sharded(model, batch))(model, batch)
@@ -130,10 +130,10 @@ def as_dicts(result):
 
 def test_a_module_is_no_argument_of_accumulate():
     gradient = nnx.value_and_grad(nnx_loss)
-    with pytest.raises(TypeError, match=r"module of NNX.*a Net.*optax_accum.flax.nnx.accumulate"):
-        optax_accum.accumulate(gradient, 4)(Net(nnx.Rngs(0)), (X, Y))
+    with pytest.raises(TypeError, match=r"module of NNX.*a Net.*optax_accum.flax.nnx.reduce_microbatches"):
+        optax_accum.reduce_microbatches(gradient, 4)(Net(nnx.Rngs(0)), (X, Y))
     with pytest.raises(TypeError, match="sets carry_argnum itself"):
-        accum.nnx.accumulate(gradient, 4, carry_argnum=1)
+        accum.nnx.reduce_microbatches(gradient, 4, carry_argnum=1)
 
 
 class TwoNorms(nnx.Module):
@@ -259,7 +259,7 @@ def test_where_micro_batches_count_each_by_itself_devices_have_streams_of_their_
     """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
     mesh, model = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), dropping()
     kept = lambda model, x: model.drop(jnp.ones_like(x))
-    cut = accum.nnx.accumulate(kept, 2, reduction="concat", devices="data")
+    cut = accum.nnx.reduce_microbatches(kept, 2, reduction="concat", devices="data")
     with jax.set_mesh(mesh):
         rows = jax.device_put(np.ones((8, 64), "f"), jax.NamedSharding(mesh, jax.P("data")))
         masks = nnx.jit(lambda model, x: cut(model, x))(model, rows)
@@ -854,7 +854,7 @@ def test_the_numbers_of_arguments_are_those_of_fun():
         close(arrays(grads), arrays(want))
     for role, number in (("batch_argnums", 4), ("batch_argnums", -5), ("rng_argnum", 5), ("whole_argnums", "rows")):
         message = rf"{role} must name a parameter of fun: {role}={number!r}, and fun takes \(model, key, scale, batch\)"
-        transform = accum.nnx.value_and_grad if role == "batch_argnums" else accum.nnx.accumulate
+        transform = accum.nnx.value_and_grad if role == "batch_argnums" else accum.nnx.reduce_microbatches
         with pytest.raises(ValueError, match=message):
             transform(loss, num_microbatches=5, **{"batch_argnums": 3, role: number})
     with pytest.raises(ValueError, match="argnums=0 and batch_argnums='model' name the same one"):
@@ -873,7 +873,7 @@ def by_gradient(loss, named, args, kwargs):
     """Each micro-batch by itself, with a key of its own."""
     roles = dict(zip(("batch_argnums", "rng_argnum", "whole_argnums"), named, strict=True))
     gradient = lambda m, key, scale, batch: nnx.grad(loss)(m, key, scale, batch)
-    return accum.nnx.accumulate(gradient, num_microbatches=4, **roles)(*args, **kwargs)
+    return accum.nnx.reduce_microbatches(gradient, num_microbatches=4, **roles)(*args, **kwargs)
 
 
 ARGUMENTS = every_pair([by_loss, by_gradient], [(3, 1, 2), (-1, -3, -2), ("batch", "key", "scale")], range(5))

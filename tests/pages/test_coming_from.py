@@ -34,7 +34,7 @@ NAMES = {"SUM": "sum", "MEAN": "mean", "RUNNING_MEAN": "mean", "CONCAT": "concat
 
 
 def microbatch(fun, argnums, microbatch_size, accumulator=None, *, argnames=(), in_axes=0, num_real_microbatches=None):
-    """`accumulate` with the names of `optax.microbatch`: batch axes are moved, and what is not real weighs nothing."""
+    """`reduce_microbatches` with the names of `optax.microbatch`: batch axes are moved, and what is not real weighs nothing."""
     if microbatch_size is None:
         return fun
     several = lambda names: (names,) if isinstance(names, int | str) else tuple(names)
@@ -55,7 +55,7 @@ def microbatch(fun, argnums, microbatch_size, accumulator=None, *, argnames=(), 
         real = jnp.arange(count) % max(count // microbatch_size, 1) < limit
         reduction = "sum" if accumulator is None else jax.tree.map(lambda kind: NAMES[kind.name], accumulator)
         options = {"batch_argnums": (0, 1), "weight_fn": lambda rows, real: 1.0 * real[0], "reduction": reduction}
-        return optax_accum.accumulate(one, microbatch_size=microbatch_size, **options)(rows, real)
+        return optax_accum.reduce_microbatches(one, microbatch_size=microbatch_size, **options)(rows, real)
 
     return run
 

@@ -98,7 +98,7 @@ REMOVED += ["stacked", "aux_reduction", "unroll"]
 
 @pytest.mark.parametrize("path", [*NOTEBOOKS, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda path: path.stem)
 def test_value_and_grad_is_told_nothing(path):
-    """Within a call the loss tells all; `accumulate` and steps across calls may still be told."""
+    """Within a call the loss tells all; `reduce_microbatches` and steps across calls may still be told."""
     text = "\n".join("".join(cell["source"]) for cell in cells(path)) if path.suffix == ".ipynb" else path.read_text()
     code = re.sub(r"^( *)%.*$", r"\1pass", text, flags=re.MULTILINE)
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]

@@ -315,7 +315,7 @@ def test_an_equinox_score_model_through_accumulate():
     def in_parts(model, *batch):
         params, static = eqx.partition(model, eqx.is_inexact_array)
         of = lambda params, *part: eqx.filter_value_and_grad(loss)(eqx.combine(params, static), *part)
-        return optax_accum.accumulate(of, microbatch_size=5, batch_argnums=(1, 2, 3))(params, *batch)
+        return optax_accum.reduce_microbatches(of, microbatch_size=5, batch_argnums=(1, 2, 3))(params, *batch)
 
     whole = run(eqx.filter_value_and_grad(loss))
     chex.assert_trees_all_close(run(in_parts), whole, atol=5e-6)

@@ -201,7 +201,7 @@ def test_rows_of_a_stack_stay_on_their_devices():
     """The one thing that goes over devices is the sum of the gradient."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
-    cut = optax_accum.accumulate(gradient, stacked=True, devices="data")
+    cut = optax_accum.reduce_microbatches(gradient, stacked=True, devices="data")
     stack, w = jax.random.normal(jax.random.key(0), (4, 16, 6)), jnp.ones(6)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(stack, NamedSharding(mesh, P(None, "data")))

@@ -150,7 +150,7 @@ def in_parts(loss, w, batch):
 
 
 def accumulated(loss, w, batch):
-    return optax_accum.accumulate(jax.grad(loss), 2, devices="data")(w, batch)
+    return optax_accum.reduce_microbatches(jax.grad(loss), 2, devices="data")(w, batch)
 
 
 def across(loss, w, batch, every=2, **options):
@@ -165,7 +165,7 @@ def across(loss, w, batch, every=2, **options):
 def applied(loss, w, batch):
     """The rows of outputs, in micro-batches."""
     encode = lambda w, batch: jax.vmap(lambda x, n: lax.fori_loop(0, n, lambda i, h: turned(h), x @ w))(*batch)
-    cut = optax_accum.microbatched_apply(encode, 2, devices="data")
+    cut = optax_accum.microbatched(encode, 2, devices="data")
     rows = cut(w, (batch["x"], batch["n"]))
     return jax.grad(lambda w: mean(lax.stop_gradient(rows) * (batch["x"] @ w)))(w)
 
@@ -185,9 +185,9 @@ def in_a_shard_map(loss, w, batch, check_vma=True):
 WAYS = {
     "within": (within, LOSSES_WITHIN),
     "in parts": (in_parts, LOSSES),
-    "accumulate": (accumulated, LOSSES_ACROSS),
+    "reduce_microbatches": (accumulated, LOSSES_ACROSS),
     "across": (across, LOSSES_ACROSS),
-    "microbatched_apply": (applied, {"iterated": iterated}),
+    "microbatched": (applied, {"iterated": iterated}),
     "in a shard_map": (in_a_shard_map, {"iterated": iterated, "a_branch": a_branch}),
     "in a shard_map, unchecked": (functools.partial(in_a_shard_map, check_vma=False), {"iterated": iterated}),
 }
@@ -233,9 +233,9 @@ CASES = [(way, name) for way, (_, losses) in WAYS.items() for name in losses]
 IN_EACH_RUN = [
     ("within", "coupled"),
     ("in parts", "one_row_at_a_time"),
-    ("accumulate", "conjugate_gradients"),
+    ("reduce_microbatches", "conjugate_gradients"),
     ("across", "layers"),
-    ("microbatched_apply", "iterated"),
+    ("microbatched", "iterated"),
     ("in a shard_map", "a_branch"),
     ("in a shard_map, unchecked", "iterated"),
 ]
@@ -306,7 +306,7 @@ def printing(of_loop):
 
 
 @needs_devices
-@pytest.mark.parametrize("way", ["across", *sweep(["within", "accumulate"])])
+@pytest.mark.parametrize("way", ["across", *sweep(["within", "reduce_microbatches"])])
 @pytest.mark.parametrize(("of_loop", "message"), [(True, "a loop has effects"), (False, "a branch has effects")])
 def test_what_would_happen_too_often_is_refused_by_line(way, of_loop, message):
     loss = printing(of_loop)

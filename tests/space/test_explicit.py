@@ -147,7 +147,7 @@ def test_outputs_that_an_axis_of_the_model_shards(reduction, devices):
 
     with jax.set_mesh(paths.mesh_of("Explicit")):
         k = 2 if devices else 4
-        run = optax_accum.accumulate(fun, k, reduction=(reduction, "concat"), devices=devices)
+        run = optax_accum.reduce_microbatches(fun, k, reduction=(reduction, "concat"), devices=devices)
         _, rows = found = jax.jit(run)(params, x)
     maxima = (X @ W).reshape(-1, 2, k, 4).max(1).reshape(4, 4)  # micro-batches take every k-th row
     want = {"mean": maxima.mean(0), "sum": maxima.sum(0), "max": maxima.max(0), "last": maxima[-1], "stack": maxima}

@@ -112,7 +112,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_d
     mesh, (_, _, axes, specs) = make_mesh(name), MESHES[name]
     with jax.set_mesh(mesh):
         params, batch = place(mesh, axes, specs)
-        apply = optax_accum.microbatched_apply(block, 2, devices=optax_accum.Devices(axes, to=specs))
+        apply = optax_accum.microbatched(block, 2, devices=optax_accum.Devices(axes, to=specs))
         f = functools.partial(loss, apply)
         f = jax.value_and_grad(f) if of == "jax" else optax_accum.value_and_grad(f, num_microbatches=1)
         value, grads = jax.jit(f)(params, batch)
@@ -125,7 +125,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_d
 def test_outside_jit_and_outside_a_scan(data_mesh):
     params, batch = place(data_mesh, "data", SPECS)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-    apply = optax_accum.microbatched_apply(block, microbatch_size=16, devices=optax_accum.Devices("data", to=SPECS))
+    apply = optax_accum.microbatched(block, microbatch_size=16, devices=optax_accum.Devices("data", to=SPECS))
     close(apply(first, batch["x"]), block(first, BATCH["x"]))
 
 
@@ -133,7 +133,7 @@ def test_bfloat16_parameters_are_added_in_float32_over_micro_batches_and_devices
     """24 numbers of which each is lost beside their sum in bfloat16: 256 and 23 times 1/2."""
     x = np.full((ROWS, 1), 0.5, np.float32)
     x[0] = 256
-    apply = optax_accum.microbatched_apply(
+    apply = optax_accum.microbatched(
         lambda w, x: x * w.astype(jnp.float32)[:1][None], 3, devices=optax_accum.Devices("data", to=P("data"))
     )
     grad = jax.jit(jax.grad(lambda w, x: jnp.sum(apply(w, x))))(jnp.ones(8, jnp.bfloat16), x)
@@ -146,7 +146,7 @@ def test_what_else_the_block_is_given_has_its_gradient_and_one_reduction(data_me
     params, batch = place(data_mesh, "data", SPECS)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     scaled = lambda layer, h, scale, power: block(layer, h) * scale[None] ** power
-    apply = optax_accum.microbatched_apply(scaled, 3, devices=optax_accum.Devices("data", to=SPECS))
+    apply = optax_accum.microbatched(scaled, 3, devices=optax_accum.Devices("data", to=SPECS))
     sum_of = lambda f: lambda scale, h: jnp.sum(f(first, h, scale, 2) ** 2)
     grad, scale = jax.jit(jax.grad(sum_of(apply))), jnp.arange(1.0, 1 + WIDTH)
     close(grad(scale, batch["x"]), jax.grad(sum_of(scaled))(scale, BATCH["x"]))
@@ -158,7 +158,7 @@ def test_what_else_the_block_is_given_has_its_gradient_and_one_reduction(data_me
 def test_each_device_and_micro_batch_has_its_key_in_both_passes(data_mesh):
     """The gradient with respect to the rows is the mask that the forward pass drew."""
     drop = lambda w, x, key: x * w[:1][None] * jax.random.bernoulli(key, 0.5, x.shape)
-    apply = optax_accum.microbatched_apply(drop, 3, rng_argnum=2, devices=optax_accum.Devices("data", to=P("data")))
+    apply = optax_accum.microbatched(drop, 3, rng_argnum=2, devices=optax_accum.Devices("data", to=P("data")))
     x, w = jnp.ones((24, 32)), jnp.ones(8)
     both = jax.jit(jax.value_and_grad(lambda x, w, key: apply(w, x, key).sum()))
     mask = jax.jit(apply)(w, x, jax.random.key(0))
@@ -176,7 +176,7 @@ def test_each_device_and_micro_batch_has_its_key_in_both_passes(data_mesh):
 def test_parameters_may_be_replicated(data_mesh):
     """Without `to`: gradients are reduced once for all micro-batches."""
     params, batch = place(data_mesh, "data", P())
-    f = jax.jit(jax.value_and_grad(functools.partial(loss, optax_accum.microbatched_apply(block, 3, devices="data"))))
+    f = jax.jit(jax.value_and_grad(functools.partial(loss, optax_accum.microbatched(block, 3, devices="data"))))
     close(f(params, batch), whole())
 
 
@@ -190,7 +190,7 @@ def test_boundaries_that_wait_on_the_host_give_the_same_gradient(data_mesh):
         offload_src="device",
         offload_dst="pinned_host",
     )
-    apply = optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=SPECS))
+    apply = optax_accum.microbatched(block, 3, devices=optax_accum.Devices("data", to=SPECS))
     apply_named = lambda layer, h: apply(layer, checkpoint_name(h, "boundary"))
     offloaded = jax.value_and_grad(functools.partial(loss, jax.checkpoint(apply_named, policy=policy)))
     close(jax.jit(offloaded)(params, batch), whole())
@@ -203,7 +203,7 @@ def test_boundaries_that_wait_on_the_host_give_the_same_gradient(data_mesh):
 
 def window(mesh, k, apply=None):
     params, batch = place(mesh, "data", SPECS)
-    apply = apply or optax_accum.microbatched_apply(block, k, devices=optax_accum.Devices("data", to=SPECS))
+    apply = apply or optax_accum.microbatched(block, k, devices=optax_accum.Devices("data", to=SPECS))
     grad = jax.jit(jax.grad(functools.partial(loss, apply)), out_shardings=jax.tree.map(lambda x: x.sharding, params))
     bigger = jax.tree.map(lambda x: jnp.concatenate([x] * 8), batch)
     bigger = jax.device_put(bigger, NamedSharding(mesh, P("data")))
@@ -230,7 +230,7 @@ def test_bytes_grow_where_each_micro_batch_gathers(data_mesh):
         whole = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, P()), layer)
         return block(whole, h)
 
-    every = [optax_accum.microbatched_apply(gathering, k) for k in (2, 8)]
+    every = [optax_accum.microbatched(gathering, k) for k in (2, 8)]
     assert window(data_mesh, 8, every[1]).bytes > 1.5 * window(data_mesh, 2, every[0]).bytes
 
 
@@ -260,7 +260,7 @@ def test_bad_options(data_mesh, options, error, message):
     options = {"num_microbatches": 3, "axes": "data", "to": P("data")} | options
     where = {name: options.pop(name) for name in ("axes", "to", "dtype") if name in options}
     with pytest.raises(error, match=message):
-        optax_accum.microbatched_apply(block, devices=optax_accum.Devices(**where), **options)(LAYER, BATCH["x"])
+        optax_accum.microbatched(block, devices=optax_accum.Devices(**where), **options)(LAYER, BATCH["x"])
 
 
 @pytest.mark.parametrize(
@@ -272,33 +272,31 @@ def test_bad_options(data_mesh, options, error, message):
 )
 def test_what_the_devices_do_not_divide(data_mesh, layer, x, message):
     with pytest.raises(ValueError, match=message):
-        optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=P("data")))(layer, x)
+        optax_accum.microbatched(block, 3, devices=optax_accum.Devices("data", to=P("data")))(layer, x)
 
 
 def test_a_block_that_returns_a_carry_is_refused(data_mesh):
     with_state = lambda layer, h: (block(layer, h), jnp.mean(h))
     with pytest.raises(ValueError, match="Outputs must have one row for each example"):
-        optax_accum.microbatched_apply(with_state, 3, devices=optax_accum.Devices("data", to=P("data")))(
-            LAYER, BATCH["x"]
-        )
+        optax_accum.microbatched(with_state, 3, devices=optax_accum.Devices("data", to=P("data")))(LAYER, BATCH["x"])
 
 
 def test_sharded_parameters_without_specs_are_refused():
     with jax.set_mesh(mesh := make_mesh("Explicit")):
         layer = jax.device_put(LAYER, NamedSharding(mesh, P("data")))
         with pytest.raises(ValueError, match=r"replicated over devices.*to=shard_over"):
-            optax_accum.microbatched_apply(block, 3, devices="data")(layer, BATCH["x"])
+            optax_accum.microbatched(block, 3, devices="data")(layer, BATCH["x"])
 
 
 def test_no_mesh_in_reach():
     with pytest.raises(ValueError, match=r"needs a mesh in reach.*jax\.set_mesh"):
-        optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=P("data")))(LAYER, BATCH["x"])
+        optax_accum.microbatched(block, 3, devices=optax_accum.Devices("data", to=P("data")))(LAYER, BATCH["x"])
 
 
 @pytest.mark.sweep
 def test_inside_a_shard_map_specs_are_refused_and_what_the_message_says_works(data_mesh):
     def local(to, layer, x):
-        apply = optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=to))
+        apply = optax_accum.microbatched(block, 3, devices=optax_accum.Devices("data", to=to))
         if to is None:
             layer = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, "data", tiled=True), layer)
         return apply(layer, x)

@@ -204,7 +204,7 @@ def stack(apply, params, h):
 def test_by_layer_a_layer_is_gathered_inside_its_replica_and_its_shard_exchanged_once(mesh, k):
     layers = jax.tree.map(lambda leaf: np.stack([leaf] * LAYERS), host_params())
     params, h = place(mesh, layers, P(None, "shard")), place(mesh, host_batch()["x"], BOTH)
-    apply = optax_accum.microbatched_apply(block, k, devices=optax_accum.Devices(("replica", "shard"), to=SPECS))
+    apply = optax_accum.microbatched(block, k, devices=optax_accum.Devices(("replica", "shard"), to=SPECS))
     jitted = jax.jit(jax.grad(functools.partial(stack, apply)), out_shardings=shardings(params))
     close(jitted(params, h), jax.grad(functools.partial(stack, block))(layers, host_batch()["x"]))
     if mesh.axis_types == (AxisType.Auto, AxisType.Explicit):

@@ -57,12 +57,12 @@ def within(loss, options, w, batch):
 
 
 def accumulated(loss, options, w, batch):
-    return optax_accum.accumulate(jax.grad(loss), 2, devices="data", **options)(w, batch)
+    return optax_accum.reduce_microbatches(jax.grad(loss), 2, devices="data", **options)(w, batch)
 
 
 def with_a_carry(loss, options, w, batch):
     carrying = lambda w, batch, carry: (jax.grad(loss)(w, batch), carry + 1)
-    run = optax_accum.accumulate(carrying, 2, devices="data", carry_argnum=2, **options)
+    run = optax_accum.reduce_microbatches(carrying, 2, devices="data", carry_argnum=2, **options)
     grad, carry = run(w, batch, jnp.zeros([]))
     return grad + 0 * carry
 
@@ -80,7 +80,7 @@ WEIGHED = {"weight_fn": tokens}
 WAYS = {
     "value_and_grad": (within, loss, {}),
     "a carry": (with_a_carry, loss, WEIGHED),
-    "accumulate": (accumulated, loss, WEIGHED),
+    "reduce_microbatches": (accumulated, loss, WEIGHED),
     "across": (across, loss, WEIGHED),
     "across, a Ratio": (across, counted, {}),
     "across, a Ratio of NaN": (across, counted_or_nan, {}),

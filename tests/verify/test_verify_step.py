@@ -479,7 +479,7 @@ def dealt_out(every, alike=False):
     )
     tx, cut = optax.adam(0.01), optax_accum.value_and_grad(masked_mean, every)
     if alike:
-        cut = optax_accum.accumulate(jax.value_and_grad(masked_mean), every, weight_fn=lambda batch: 1.0)
+        cut = optax_accum.reduce_microbatches(jax.value_and_grad(masked_mean), every, weight_fn=lambda batch: 1.0)
 
     @jax.jit
     def step(carry, batch):

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `microbatched_apply`: the law within a call, for any cut, weight, dtype and path."""
+"""`value_and_grad` and `microbatched`: the law within a call, for any cut, weight, dtype and path."""
 
 import functools
 
@@ -276,7 +276,7 @@ def test_value_and_apply_gradients_falls_back(every):
         assert (value, aux, new.dtype) == (1, 0, jnp.bfloat16)
 
 
-# microbatched_apply.
+# microbatched.
 
 
 def towers():
@@ -314,12 +314,14 @@ def balance(a, b, params):
 )
 def test_losses_that_couple_examples_have_the_gradient_of_the_batch(loss, cut):
     params, x, y = towers()
-    small = optax_accum.microbatched_apply(encode, **cut)
+    small = optax_accum.microbatched(encode, **cut)
     total = lambda f: jax.jit(jax.value_and_grad(lambda p, x, y: loss(f(p, x), f(p, y), p), argnums=(0, 1, 2)))
     close(total(small)(params, x, y), total(encode)(params, x, y), rtol=1e-5, atol=1e-6)
     read = jax.jit(optax_accum.value_and_grad(lambda p, b: loss(encode(p, b[0]), encode(p, b[1]), p), **cut))
     close(read(params, (x, y))[1], total(encode)(params, x, y)[1][0], rtol=1e-5, atol=1e-6)
-    naive = jax.jit(optax_accum.accumulate(jax.grad(lambda p, b: loss(encode(p, b[0]), encode(p, b[1]), p)), **cut))
+    naive = jax.jit(
+        optax_accum.reduce_microbatches(jax.grad(lambda p, b: loss(encode(p, b[0]), encode(p, b[1]), p)), **cut)
+    )
     assert not np.allclose(naive(params, (x, y))["w"], total(encode)(params, x, y)[1][0]["w"], rtol=1e-2)
 
 
@@ -328,7 +330,7 @@ def test_outputs_come_in_the_order_of_the_rows_and_keys_are_replayed():
     def noisy(w, x, key):
         return {"x": x * w, "mask": w * jax.random.bernoulli(key, 0.5, x.shape)}
 
-    f = optax_accum.microbatched_apply(noisy, 3, rng_argnum=2)
+    f = optax_accum.microbatched(noisy, 3, rng_argnum=2)
     x, key = jnp.arange(13.0), jax.random.key(0)
     out = f(jnp.array(1.0), x, key)
     np.testing.assert_array_equal(out["x"], x)
@@ -338,7 +340,7 @@ def test_outputs_come_in_the_order_of_the_rows_and_keys_are_replayed():
 
 def test_the_gradient_of_bfloat16_parameters_is_added_in_float32():
     w, x = jnp.ones(1, jnp.bfloat16), jnp.full((512, 1), 0.01, jnp.bfloat16)
-    f = optax_accum.microbatched_apply(lambda w, x: x * w[None], 512)
+    f = optax_accum.microbatched(lambda w, x: x * w[None], 512)
     grad = jax.jit(jax.grad(lambda w: jnp.sum(f(w, x).astype(jnp.float32))))
     np.testing.assert_allclose(grad(w).astype(float), 512 * x[0, 0])
 
@@ -350,7 +352,7 @@ def test_so_is_that_of_bfloat16_parameters_that_the_function_closes_over(run):
     x = x.at[0].set(256).at[3].set(0)
 
     def total(w):
-        outputs = optax_accum.microbatched_apply(
+        outputs = optax_accum.microbatched(
             lambda x: x * w.astype(jnp.float32)[None], microbatch_size=2, batch_argnums=0
         )
         return jnp.sum(outputs(x))
@@ -366,7 +368,7 @@ def test_the_forward_pass_keeps_one_micro_batch():
     run = lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0][:, :4]
     x = jnp.ones((1024, 32))
     grad = lambda f: temporary(jax.grad(lambda p, x: jnp.sum(f(p, x).mean(0) ** 2)), params, x)
-    assert grad(optax_accum.microbatched_apply(run, microbatch_size=64)) < grad(run) / 3
+    assert grad(optax_accum.microbatched(run, microbatch_size=64)) < grad(run) / 3
 
 
 # Bad input.
@@ -376,7 +378,7 @@ X = jnp.ones(6)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2, "microbatch_size": 3}], ids=["neither", "both"])
-@pytest.mark.parametrize("wrap", [optax_accum.value_and_grad, optax_accum.microbatched_apply])
+@pytest.mark.parametrize("wrap", [optax_accum.value_and_grad, optax_accum.microbatched])
 def test_one_of_number_and_size(wrap, options):
     with pytest.raises(ValueError, match="Exactly one of num_microbatches and microbatch_size.*Pass one"):
         wrap(MEAN, **options)
@@ -398,7 +400,7 @@ def test_a_batch_that_is_a_micro_batch_stays_whole():
         ({"microbatch_size": True}, TypeError, "microbatch_size must be an integer"),
         ({"num_microbatches": 2, "argnums": 1.0}, TypeError, "argnums must be the position or the name of an"),
         ({"num_microbatches": 2, "batch_argnums": ()}, TypeError, "batch_argnums must be the position or the name"),
-        ({"weight_fn": len}, TypeError, r"has no weight_fn=: .*the traced loss .* tells it.*accumulate\("),
+        ({"weight_fn": len}, TypeError, r"has no weight_fn=: .*the traced loss .* tells it.*reduce_microbatches\("),
         ({"unroll": True}, TypeError, "has no unroll=: unroll=True. Leave it out: convolutions are fast in loops"),
         ({"num_microbatches": 2, "accumulator_dtype": int}, TypeError, "accumulator_dtype must be a real floating"),
     ],
@@ -446,7 +448,7 @@ def test_integers_cannot_be_differentiated():
 
 def test_outputs_without_rows():
     with pytest.raises(ValueError, match=r"one row for each example: the output has shape \(\) .* 3 rows"):
-        optax_accum.microbatched_apply(lambda w, x: jnp.sum(w * x), 2)(jnp.array(1.0), X)
+        optax_accum.microbatched(lambda w, x: jnp.sum(w * x), 2)(jnp.array(1.0), X)
 
 
 # Weights that cancel, and those that reach a narrow number
@@ -502,7 +504,7 @@ def test_devices_without_axes(to):
 )
 def test_rows_that_the_remainder_does_not_return(outputs, found):
     """Of 10 rows, 12 came back unseen."""
-    apply = optax_accum.microbatched_apply(lambda w, x: {"z": w * outputs(x)}, microbatch_size=3)
+    apply = optax_accum.microbatched(lambda w, x: {"z": w * outputs(x)}, microbatch_size=3)
     with pytest.raises(ValueError, match=rf"rows of one shape: \['z'\] has shape {found} for the remainder of 1\. "):
         apply(2.0, jnp.ones((10, 1)))
 
@@ -579,7 +581,7 @@ def test_nor_do_they_at_the_cast_of_a_float16_parameter():
 @pytest.mark.sweep
 @since(0, 7, 2, why="references")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+@pytest.mark.parametrize("way", ["value_and_grad", "reduce_microbatches", "value_and_apply_gradients"])
 def test_a_loss_writes_to_a_reference(way, dtype):
     """Once for each micro-batch, as a log does; or once for the whole batch, as in `jax.value_and_grad`."""
 
@@ -594,9 +596,9 @@ def test_a_loss_writes_to_a_reference(way, dtype):
         if way == "value_and_apply_gradients":
             tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
             return w - optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1], log[...]
-        if way == "accumulate":
-            return optax_accum.accumulate(jax.grad(loss), 2)(w, x), log[...]
+        if way == "reduce_microbatches":
+            return optax_accum.reduce_microbatches(jax.grad(loss), 2)(w, x), log[...]
         return optax_accum.value_and_grad(loss, 2)(w, x)[1], log[...]
 
     grad, log = run(dtype(1), jnp.arange(1.0, 5.0))
-    assert (grad, log) == (15, 3 if way == "accumulate" else 1)
+    assert (grad, log) == (15, 3 if way == "reduce_microbatches" else 1)

@@ -1,4 +1,4 @@
-"""`accumulate`: any function of a batch, run one micro-batch after the other."""
+"""`reduce_microbatches`: any function of a batch, run one micro-batch after the other."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from optax_accum._within import microbatches, reductions, shared, splitting, wei
 from optax_accum._within.microbatches import Iteration
 
 _AGAIN = (
-    "What accumulate returns is not differentiated through jit where the number of micro-batches is traced "
+    "What reduce_microbatches returns is not differentiated through jit where the number of micro-batches is traced "
     "(weight_fn). Differentiate inside fun, or take value_and_grad."
 )
 
@@ -33,7 +33,7 @@ _AGAIN = (
     has_aux="Leave it out: reduction= covers all that fun returns.",
     argnums="Pass jax.value_and_grad(fun, argnums), or use optax_accum.value_and_grad.",
 )
-def accumulate(
+def reduce_microbatches(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
     *,
@@ -51,7 +51,7 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Runs any function of a batch one micro-batch after the other.
 
-        value, grads = accumulate(grad_fn, 8)(params, batch)
+        value, grads = reduce_microbatches(grad_fn, 8)(params, batch)
 
     The function may compute gradients, an evaluation, or metrics. Its
     results `x_i` for micro-batches with weights `w_i` are combined, leaf by
@@ -140,7 +140,7 @@ def accumulate(
       >>> def loss(w, batch):
       ...     error = (batch["x"] * w - 1) ** 2
       ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
-      >>> grad_fn = optax_accum.accumulate(
+      >>> grad_fn = optax_accum.reduce_microbatches(
       ...     jax.value_and_grad(loss),
       ...     microbatch_size=4,
       ...     weight_fn=lambda batch: batch["mask"].sum())
@@ -169,10 +169,10 @@ def accumulate(
     )
 
     @functools.wraps(fun)
-    def accumulated(*args: Any, **kwargs: Any) -> Any:
-        return _accumulate(rules, roles.bind(args, kwargs))
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        return _reduced(rules, roles.bind(args, kwargs))
 
-    return accumulated
+    return reduced
 
 
 class _Rules(NamedTuple):
@@ -198,8 +198,8 @@ class _Sums(NamedTuple):
     weight: jax.Array  # [], the sum of the weights that `weight_of` tells
 
 
-def _accumulate(rules: _Rules, call: Call) -> Any:
-    checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
+def _reduced(rules: _Rules, call: Call) -> Any:
+    checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.reduce_microbatches.")
     run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
         call = microbatches.checked_batch(call, rules.sizes)

@@ -1,4 +1,4 @@
-"""`accumulate`: any function of a batch, cut, is that of the whole batch."""
+"""`reduce_microbatches`: any function of a batch, cut, is that of the whole batch."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ WEIGHTS = {"weight_fn": {"weight_fn": COUNT}, "weight_of": {"weight_of": lambda 
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_gradient_function_with_all_that_it_returns(size, weight):
-    f = optax_accum.accumulate(GRADIENT, reduction=REDUCTION, **size, **WEIGHTS[weight])
+    f = optax_accum.reduce_microbatches(GRADIENT, reduction=REDUCTION, **size, **WEIGHTS[weight])
     for run in (jax.jit(f), f) if size is SIZES[1] else (jax.jit(f),):
         chex.assert_trees_all_close(run(PARAMS, BATCH), GRADIENT(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
@@ -56,7 +56,7 @@ def test_a_gradient_function_with_all_that_it_returns(size, weight):
 @pytest.mark.parametrize("size", sweep(SIZES[:2], but=SIZES[1:2]), ids=str)
 def test_over_devices_all_is_reduced_once(size, weight, kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    f = optax_accum.accumulate(GRADIENT, reduction=REDUCTION, devices="data", **size, **WEIGHTS[weight])
+    f = optax_accum.reduce_microbatches(GRADIENT, reduction=REDUCTION, devices="data", **size, **WEIGHTS[weight])
     with jax.set_mesh(mesh):
         args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         run = jax.jit(f).lower(*args).compile()
@@ -71,7 +71,7 @@ def test_a_gradient_goes_where_it_is_to_be():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     to = (P(), {"w": P("data"), "b": P()})
     gradient = jax.value_and_grad(lambda *args: loss(*args)[0])
-    f = optax_accum.accumulate(gradient, 4, weight_fn=COUNT, devices=optax_accum.Devices("data", to=to))
+    f = optax_accum.reduce_microbatches(gradient, 4, weight_fn=COUNT, devices=optax_accum.Devices("data", to=to))
     with jax.set_mesh(mesh):
         args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         run = jax.jit(f).lower(*args).compile()
@@ -89,7 +89,7 @@ def test_keys_carries_stacks_and_merges():
     names = {"noise": "mean", "last": "last", "stack": "stack", "merged": jnp.maximum}
     options = {"batch_argnums": 0, "rng_argnum": 1, "carry_argnum": 2, "reduction": names}
     key = jax.random.key(0)
-    out, carry = jax.jit(optax_accum.accumulate(fun, 4, **options))(BATCH["x"], key, 0)
+    out, carry = jax.jit(optax_accum.reduce_microbatches(fun, 4, **options))(BATCH["x"], key, 0)
     noise = [jax.random.normal(jax.random.fold_in(key, i)) for i in range(4)]
     sums = jnp.stack([BATCH["x"][i::4].sum(0) for i in range(4)])
     want = {"noise": sum(noise) / 4, "last": noise[-1], "stack": jnp.arange(4), "merged": sums.max(0)}
@@ -104,7 +104,7 @@ def test_what_weighs_nothing_does_not_count():
     batch = {**BATCH, "mask": mask}
     want = GRADIENT(PARAMS, batch)
     for weight in WEIGHTS.values():
-        f = jax.jit(optax_accum.accumulate(GRADIENT, 4, reduction=REDUCTION, **weight))
+        f = jax.jit(optax_accum.reduce_microbatches(GRADIENT, 4, reduction=REDUCTION, **weight))
         (value, aux), grads = f(PARAMS, batch)
         chex.assert_trees_all_close((value, grads), (want[0][0], want[1]), rtol=1e-5, atol=1e-6)
         assert aux["tokens"] == 8
@@ -115,21 +115,21 @@ def test_what_weighs_nothing_does_not_count():
 def test_a_batch_without_rows():
     """As Poisson sampling makes: zero sums, no rows, and a mean of nothing."""
     empty = jax.tree.map(lambda leaf: leaf[:0], BATCH)
-    f = optax_accum.accumulate(GRADIENT, microbatch_size=4, reduction=REDUCTION)
+    f = optax_accum.reduce_microbatches(GRADIENT, microbatch_size=4, reduction=REDUCTION)
     (value, aux), grads = jax.jit(f)(PARAMS, empty)
     chex.assert_trees_all_equal((value, grads), jax.tree.map(jnp.zeros_like, (value, grads)))
     assert aux["errors"].shape == (0,)
     assert aux["tokens"] == 0
     assert aux["largest"] == -jnp.inf
     stack = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:])[:0], BATCH)
-    f = optax_accum.accumulate(lambda *args: GRADIENT(*args)[1], stacked=True)
+    f = optax_accum.reduce_microbatches(lambda *args: GRADIENT(*args)[1], stacked=True)
     chex.assert_trees_all_equal(f(PARAMS, stack), jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 @needs_devices
 def test_a_result_that_devices_do_not_divide_is_refused():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    f = optax_accum.accumulate(lambda w, x: w * x.mean(), 2, devices=optax_accum.Devices("data", to=P("data")))
+    f = optax_accum.reduce_microbatches(lambda w, x: w * x.mean(), 2, devices=optax_accum.Devices("data", to=P("data")))
     with (
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match=r"shard each parameter evenly.*\(6,\).*over \[4\] devices"),
@@ -143,7 +143,7 @@ def test_a_result_that_devices_do_not_divide_is_refused():
 def test_a_batch_without_rows_goes_where_others_do(to):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     options = {"devices": optax_accum.Devices("data", to=P("data") if to == "data" else to)}
-    f = jax.jit(optax_accum.accumulate(lambda *args: GRADIENT(*args)[1]["w"], microbatch_size=4, **options))
+    f = jax.jit(optax_accum.reduce_microbatches(lambda *args: GRADIENT(*args)[1]["w"], microbatch_size=4, **options))
     with jax.set_mesh(mesh):
         rows = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         some, none = f(PARAMS, rows), f(PARAMS, jax.tree.map(lambda leaf: leaf[:0], rows))
@@ -154,14 +154,14 @@ def test_a_batch_without_rows_goes_where_others_do(to):
 def test_means_of_large_weights_fit_into_their_dtype():
     """Of float16, a sum of weights times values would not."""
     gradient = lambda w, x: (w * x.mean()).astype(jnp.float16)
-    f = optax_accum.accumulate(gradient, 4, weight_of=lambda result: jnp.float32(2.0**20))
+    f = optax_accum.reduce_microbatches(gradient, 4, weight_of=lambda result: jnp.float32(2.0**20))
     np.testing.assert_allclose(f(jnp.ones(3), jnp.full(8, 0.5)), 0.5)
 
 
 def test_what_counts_itself_is_added():
     """A `Ratio`, or a record that counts as one, is not averaged."""
     ratio = lambda x: {"loss": optax_accum.Ratio(x.sum(), x.shape[0]), "largest": x.mean()}
-    got = jax.jit(optax_accum.accumulate(ratio, microbatch_size=4, batch_argnums=0))(jnp.arange(10.0))
+    got = jax.jit(optax_accum.reduce_microbatches(ratio, microbatch_size=4, batch_argnums=0))(jnp.arange(10.0))
     chex.assert_trees_all_close(got, ratio(jnp.arange(10.0)))
     assert isinstance(got["loss"], optax_accum.Ratio)
 
@@ -170,7 +170,7 @@ def test_what_counts_itself_is_added():
 def test_a_merge_is_differentiated():
     """It never sees what stands there before the first micro-batch."""
     last = lambda a, b: b * jnp.log(a) + a
-    f = optax_accum.accumulate(lambda w, x: w * x.mean(), 4, reduction=last)
+    f = optax_accum.reduce_microbatches(lambda w, x: w * x.mean(), 4, reduction=last)
     x = jnp.arange(1.0, 9)
 
     def by_hand(w):
@@ -183,7 +183,7 @@ def test_a_merge_is_differentiated():
 def test_sums_are_in_float32():
     gradient = lambda w, x: jnp.ones_like(w) * x.mean().astype(w.dtype)
     w, x = jnp.ones(3, jnp.bfloat16), jnp.full(4096, 0.01)
-    f = jax.jit(optax_accum.accumulate(gradient, 512, reduction="sum"))
+    f = jax.jit(optax_accum.reduce_microbatches(gradient, 512, reduction="sum"))
     np.testing.assert_allclose(f(w, x).astype(jnp.float32), 5.12, rtol=1e-2)
 
 
@@ -198,13 +198,13 @@ def test_clipped_gradients_of_single_examples():
         scale = jnp.minimum(1, 0.5 / norms)
         return jax.tree.map(lambda leaf: jnp.tensordot(scale, leaf, 1), grads)
 
-    got = jax.jit(optax_accum.accumulate(clipped, microbatch_size=6, reduction="sum"))(PARAMS, BATCH)
+    got = jax.jit(optax_accum.reduce_microbatches(clipped, microbatch_size=6, reduction="sum"))(PARAMS, BATCH)
     chex.assert_trees_all_close(got, clipped(PARAMS, BATCH), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sweep
 def test_it_is_differentiated():
-    f = optax_accum.accumulate(lambda p, b: loss(p, b)[0], 4, weight_fn=COUNT)
+    f = optax_accum.reduce_microbatches(lambda p, b: loss(p, b)[0], 4, weight_fn=COUNT)
     want = jax.grad(lambda p: loss(p, BATCH)[0])(PARAMS)
     chex.assert_trees_all_close(jax.grad(lambda p: f(p, BATCH))(PARAMS), want, rtol=1e-5, atol=1e-6)
 
@@ -226,13 +226,13 @@ def test_its_gradient_by_bfloat16_is_added_in_float32(where):
         if not over_devices:
             options = {"reduction": "sum", "microbatch_size": 1}
         if where.endswith("closure"):
-            return optax_accum.accumulate(lambda x: fun(w, x), batch_argnums=0, **options)(x)
+            return optax_accum.reduce_microbatches(lambda x: fun(w, x), batch_argnums=0, **options)(x)
         if where.endswith("batch"):
             of_scalars = lambda batch: fun(jnp.stack([*batch["w"].values()]), batch["x"])
-            return optax_accum.accumulate(of_scalars, batch_argnums=0, **options)(
+            return optax_accum.reduce_microbatches(of_scalars, batch_argnums=0, **options)(
                 {"w": {0: w[0], 1: w[1], 2: w[2]}, "x": x}
             )
-        return optax_accum.accumulate(fun, **options)(w, x)
+        return optax_accum.reduce_microbatches(fun, **options)(w, x)
 
     over_devices = where.startswith("mesh")
     with (
@@ -263,22 +263,22 @@ def test_its_gradient_by_bfloat16_is_added_in_float32(where):
 )
 def test_what_does_not_fit_is_refused(options, error, message):
     with pytest.raises(error, match=message):
-        optax_accum.accumulate(lambda p, b: loss(p, b)[0], **{"num_microbatches": 4, **options})(PARAMS, BATCH)
+        optax_accum.reduce_microbatches(lambda p, b: loss(p, b)[0], **{"num_microbatches": 4, **options})(PARAMS, BATCH)
 
 
 def test_a_result_that_cannot_be_reduced_is_refused():
-    f = lambda fun, **options: optax_accum.accumulate(fun, 4, batch_argnums=0, **options)(jnp.arange(8.0))
+    f = lambda fun, **options: optax_accum.reduce_microbatches(fun, 4, batch_argnums=0, **options)(jnp.arange(8.0))
     with pytest.raises(TypeError, match=r"What fun returns must hold arrays.*'text'.*Return arrays and numbers"):
         f(lambda x: {"mean": x.mean(), "text": "fine"})
     with pytest.raises(TypeError, match=r"the result has dtype int32. Take reduction=\"sum\""):
         f(lambda x: jnp.int32(1))
     with pytest.raises(TypeError, match=r"With carry_argnum, fun must return a pair, \(result, carry\)"):
-        optax_accum.accumulate(lambda c, x: x.mean(), 4, carry_argnum=0)(0.0, jnp.arange(8.0))
+        optax_accum.reduce_microbatches(lambda c, x: x.mean(), 4, carry_argnum=0)(0.0, jnp.arange(8.0))
     with pytest.raises(AttributeError) as caught:
         f(lambda x: x.mean(), reduction=lambda a, b: a.merge(b))
     assert "with two arrays, leaf by leaf" in "".join(caught.value.__notes__)
     with pytest.raises(ValueError, match="must have the same number of rows"):
-        optax_accum.accumulate(lambda x, y: x.mean(), 4, batch_argnums=(0, 1))(jnp.ones(8), jnp.ones(0))
+        optax_accum.reduce_microbatches(lambda x, y: x.mean(), 4, batch_argnums=(0, 1))(jnp.ones(8), jnp.ones(0))
 
 
 @pytest.mark.sweep
@@ -327,9 +327,9 @@ def test_a_record_of_a_trainer_is_a_ratio(monkeypatch):
 def test_a_batch_that_comes_cut():
     reduction = ("mean", {**AUX, "errors": "stack"}), "mean"
     stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
-    (value, aux), grads = jax.jit(optax_accum.accumulate(GRADIENT, stacked=True, weight_fn=COUNT, reduction=reduction))(
-        PARAMS, stacked
-    )
+    (value, aux), grads = jax.jit(
+        optax_accum.reduce_microbatches(GRADIENT, stacked=True, weight_fn=COUNT, reduction=reduction)
+    )(PARAMS, stacked)
     (want, one), gradient = GRADIENT(PARAMS, BATCH)
     chex.assert_trees_all_close((value, grads), (want, gradient), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["errors"], one["errors"].reshape(4, 8), rtol=1e-5)
@@ -340,7 +340,7 @@ def test_a_batch_that_comes_cut():
 def test_a_batch_that_comes_cut_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
-    f = optax_accum.accumulate(lambda *args: GRADIENT(*args)[1], stacked=True, weight_fn=COUNT, devices="data")
+    f = optax_accum.reduce_microbatches(lambda *args: GRADIENT(*args)[1], stacked=True, weight_fn=COUNT, devices="data")
     with jax.set_mesh(mesh):
         args = (
             jax.device_put(PARAMS, NamedSharding(mesh, P())),
@@ -363,7 +363,7 @@ def test_a_batch_that_comes_cut_over_devices():
 def test_what_is_no_stack_is_refused(options, batch, message):
     fun = lambda p, b: b["x"] if options else jnp.mean(b["x"])
     with pytest.raises(ValueError, match=message):
-        optax_accum.accumulate(fun, stacked=True, **options)(PARAMS, batch)
+        optax_accum.reduce_microbatches(fun, stacked=True, **options)(PARAMS, batch)
 
 
 @needs_devices
@@ -373,12 +373,12 @@ def test_a_carry_is_the_same_on_all_devices():
     options = {"batch_argnums": 0, "carry_argnum": 1, "devices": "data"}
     with jax.set_mesh(mesh):
         x = jax.device_put(BATCH["x"], NamedSharding(mesh, P("data")))
-        mean, carry = jax.jit(optax_accum.accumulate(fun, 4, **options))(x, 0)
+        mean, carry = jax.jit(optax_accum.reduce_microbatches(fun, 4, **options))(x, 0)
         np.testing.assert_allclose(mean, np.mean(BATCH["x"]), atol=1e-6)
         assert carry == 4
         differs = lambda x, carry: (jnp.mean(x), carry + jnp.sum(x))
         with pytest.raises(ValueError, match="the carry must be the same on all devices"):
-            jax.jit(optax_accum.accumulate(differs, 4, **options))(x, jnp.float32(0))
+            jax.jit(optax_accum.reduce_microbatches(differs, 4, **options))(x, jnp.float32(0))
 
 
 @pytest.mark.sweep
@@ -388,7 +388,7 @@ def test_the_gradient_of_an_integer_stays(reduction):
     params, x = {"w": jnp.float32(2), "steps": jnp.arange(3)}, jnp.arange(1.0, 11)
     grad = jax.grad(lambda params, x: jnp.mean(params["w"] * x) + 0.0 * params["steps"][0], allow_int=True)
     for wrap in (jax.jit, lambda fun: fun):
-        found = wrap(optax_accum.accumulate(grad, 4, reduction=reduction))(params, x)
+        found = wrap(optax_accum.reduce_microbatches(grad, 4, reduction=reduction))(params, x)
         assert (found["steps"].dtype, found["steps"].shape) == (jax.dtypes.float0, (3,))
         parts = [x[0:9:3], x[1:9:3], x[2:9:3], x[9:]] if reduction == "sum" else [x]
         np.testing.assert_allclose(found["w"], sum(part.mean() for part in parts), rtol=1e-6)
@@ -402,7 +402,7 @@ def test_the_gradient_of_an_integer_stays_over_devices(to):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("data")))
-        found = jax.jit(optax_accum.accumulate(grad, 2, devices=optax_accum.Devices("data", to=to)))(params, x)
+        found = jax.jit(optax_accum.reduce_microbatches(grad, 2, devices=optax_accum.Devices("data", to=to)))(params, x)
     assert found["steps"].dtype == jax.dtypes.float0
     means = np.reshape([1.5, 5.5, 9.5, 13.5], (4, 1)) if to == "partial" else 7.5
     np.testing.assert_allclose(found["w"], means * np.ones(found["w"].shape))
@@ -411,12 +411,12 @@ def test_the_gradient_of_an_integer_stays_over_devices(to):
 def test_an_error_names_the_place_in_what_fun_returns():
     fun = lambda x: {"text": "a", "mean": x.mean()}
     with pytest.raises(TypeError, match=re.escape("What fun returns must hold arrays: at ['text'] there is 'a'.")):
-        optax_accum.accumulate(fun, 4, batch_argnums=0)(jnp.arange(8.0))
+        optax_accum.reduce_microbatches(fun, 4, batch_argnums=0)(jnp.arange(8.0))
 
 
 def test_a_list_of_micro_batches_is_to_be_stacked():
     parts = [{"x": jnp.ones(2)}, {"x": jnp.full(2, 3.0)}]
-    fun = optax_accum.accumulate(lambda batch: batch["x"].mean(), batch_argnums=0, stacked=True)
+    fun = optax_accum.reduce_microbatches(lambda batch: batch["x"].mean(), batch_argnums=0, stacked=True)
     with pytest.raises(
         ValueError, match=re.escape("Stack a list of micro-batches (padded to one length): jax.tree.map")
     ):
@@ -429,5 +429,5 @@ def test_a_list_of_micro_batches_is_to_be_stacked():
     [("gradient_accumulation_steps", "num_microbatches"), ("has_aux", "reduction="), ("argnums", "jax.value_and_grad")],
 )
 def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
-    with pytest.raises(TypeError, match=f"accumulate has no {option}=.*{re.escape(remedy)}"):
-        optax_accum.accumulate(lambda w, x: x.mean(), **{option: 3})
+    with pytest.raises(TypeError, match=f"reduce_microbatches has no {option}=.*{re.escape(remedy)}"):
+        optax_accum.reduce_microbatches(lambda w, x: x.mean(), **{option: 3})
