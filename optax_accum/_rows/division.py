@@ -51,6 +51,7 @@ class Division:
         for equation in self.equations:
             for value in equation.ins:
                 self.used_by.setdefault(value, []).append(equation)
+        self.alone = self._alone() if joins_all else set()
         self.kinds: dict[Equation, Kind] = {}
         self.level: dict[Value, int] = {}
         self.at: dict[Equation, int] = {}
@@ -63,6 +64,28 @@ class Division:
             self._read(equation)
             self.zeros.read(equation)
 
+    def _alone(self) -> set[Equation]:
+        """The equations that the batch alone decides, and of which the model takes nothing, but to add it to a gradient.
+
+        Of such is the gradient of a parameter in which the loss is linear. It need not be there before the first loop.
+        """
+        of_model, zeros = set(self.model), layers.Zeros()
+        for equation in self.equations:
+            zeros.read(equation)
+            if not of_model.isdisjoint(equation.ins):
+                of_model.update(equation.outs)
+        alone, taken = set(), set[Value]()
+        for equation in reversed(self.equations):
+            if not taken.isdisjoint(equation.outs):
+                taken.update(equation.ins)
+            elif of_model.isdisjoint(equation.ins):
+                alone.add(equation)
+            else:
+                every = set(equation.ins)
+                follows = [v for v in every if any(layers.follows(equation, sums, zeros) for sums in ({v}, every))]
+                taken.update(every.difference(follows))
+        return alone
+
     def _read(self, equation: Equation) -> None:
         if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
             self.rowless.update(equation.outs)
@@ -70,7 +93,7 @@ class Division:
         self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
         kind = self.kinds[equation] = self._kind(equation)
         at = max((self.level.get(value, 0) for value in equation.ins), default=0)
-        in_loop = not self.model.isdisjoint(equation.ins)
+        in_loop = not self.model.isdisjoint(equation.ins) or (kind is Kind.PARTIAL and equation in self.alone)
         if in_loop:
             self.model.update(equation.outs)
             waits = any(self.is_of_loops(value) for value in equation.ins)

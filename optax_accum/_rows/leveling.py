@@ -109,7 +109,7 @@ class _Staging:
 
     def _runs_once(self, equation: Equation) -> bool:
         """Whether an equation runs between loops; a reduction of rows does if the batch alone decides it."""
-        is_of_batch = self.kinds[equation] is Kind.PARTIAL and self.model.isdisjoint(equation.ins)
+        is_of_batch = self.kinds[equation] is Kind.PARTIAL and self.division.parts.keys().isdisjoint(equation.outs)
         return self.kinds[equation] in ONCE or is_of_batch
 
     def _runs_in(self, equation: Equation) -> int:

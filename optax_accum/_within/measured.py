@@ -20,21 +20,25 @@ def sum_of(value: Value, levels: Levels) -> Value | None:
     """The sum of a loop from which a value is made linearly, as a gradient with decay; None if it takes no sum."""
     made = {each: equation for equation in levels.program.equations for each in equation.outs}
     sums = {each for loop in levels.loops for each in loop.sums}
+    rows = {each for each in levels.program.inputs if each.axis is not None}
     while value not in sums:
         equation = made.get(value)
         taken = [each for each in equation.ins if _takes(each, made, sums)] if equation else []
         if equation is None or len(taken) != 1 or len(equation.outs) != 1:
             return value if taken else None
+        others = [each for each in equation.ins if each not in taken]
+        if equation.name in ("add", "add_any", "sub") and any(_takes(each, made, rows) for each in others):
+            return value  # of rows, too, but of no micro-batch
         (value,) = taken
     return value
 
 
-def _takes(value: Value, made: dict[Value, Equation], sums: set[Value]) -> bool:
-    """Whether a value takes a sum of a loop."""
+def _takes(value: Value, made: dict[Value, Equation], sources: set[Value]) -> bool:
+    """Whether a value is made of one of the sources."""
     todo, seen = [value], set()
     while todo:
         value = todo.pop()
-        if value in sums:
+        if value in sources:
             return True
         if value in made and value not in seen:
             seen.add(value)

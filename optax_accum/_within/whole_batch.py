@@ -23,7 +23,7 @@ from optax_accum._space.device import Device
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
-from optax_accum._within.measured import measured, rows_of, sum_of
+from optax_accum._within.measured import measured, rows_of
 from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
 from optax_accum._within.traced_call import (
@@ -37,8 +37,8 @@ from optax_accum._within.traced_call import (
 _ADDED_IN_PLACE = "gradients that are added in place, as those that are differentiated again are not"
 _TWINS = "parameters with gradients of their own, where devices keep shards: two have the same, as those of a + b"
 _SUM_OVER_ROWS = (
-    "a loss whose gradient is a sum over rows: this one has a term of the parameters alone (weight decay, say), which "
-    "is added in the end. Give the term to the optimizer"
+    "a loss whose gradients are sums over rows: of most of this one's bytes something is left to do when the sum is "
+    "complete, as where a term takes the parameters alone (weight decay, say). Give the term to the optimizer"
 )
 
 
@@ -141,7 +141,8 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     empty = dtypes.gradients_like(
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
-    missing = None if _is_of_one_loop(program, gradient) else _SUM_OVER_ROWS
+    hidden = _finished_in_loops(program, gradient)
+    missing = None if 2 * _bytes(hidden) >= _bytes(set(gradient)) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard
     ending = device.ending(empty, missing)
@@ -149,16 +150,18 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     if ending is not None:
         finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
         ends = dict(zip(gradient, finish, strict=True))
-        asked |= {value: dataclasses.replace(asked[value], finish=end) for value, end in ends.items()}
+        asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
     parts = [store.part(value).astype(kind) for value, kind in zip(gradient, kinds, strict=True)]
-    if ending is not None:  # what takes no rows has no loop to be finished in
+    if ending is not None:
         pairs = zip(parts, gradient, strict=True)
-        parts = [part if value in store.sums else ends[value](part) for part, value in pairs]
+        parts = [part if value in hidden else ends[value](part) for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
     local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
+    if not device.one_batch:
+        grads = device.vary(grads)
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
 
 
@@ -166,10 +169,14 @@ def _dtype_of_sum(param: Any, named: Any) -> jnp.dtype:
     return dtypes.accumulator_dtype(jnp.result_type(param), named)
 
 
-def _is_of_one_loop(program: TracedCall, gradient: Sequence[Value]) -> bool:
-    """Whether each gradient that depends on rows is a sum of one loop, the same for all."""
-    found = {value for value in gradient if sum_of(value, program.levels) is not None}
-    return any(found <= loop.sums.keys() for loop in program.levels.loops)
+def _finished_in_loops(program: TracedCall, gradient: Sequence[Value]) -> set[Value]:
+    """The gradients that are sums of a loop, whose last iteration can finish them: nothing else takes them."""
+    taken = {value for equation in program.levels.program.equations for value in equation.ins}
+    return {value for loop in program.levels.loops for value in loop.sums if value in gradient} - taken
+
+
+def _bytes(values: set[Value]) -> int:
+    return sum(value.aval.size * value.aval.dtype.itemsize for value in values)
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
