@@ -30,6 +30,7 @@ FOLLOWS = frozenset(
         "transpose",
     ]
 )
+ADDS = ("add", "add_any", "sub")
 _LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
 _AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
 
@@ -65,7 +66,7 @@ class Division:
             self.zeros.read(equation)
 
     def _alone(self) -> set[Equation]:
-        """The equations that the batch alone decides, and of which the model takes nothing, but to add it to a gradient.
+        """The equations that the batch alone decides, of which the model takes nothing, but to add it to a gradient.
 
         Of such is the gradient of a parameter in which the loss is linear. It need not be there before the first loop.
         """
@@ -165,7 +166,14 @@ class Division:
             or not self.moving.isdisjoint(equation.ins)
         ):
             return False
-        return layers.follows(equation, set(taken), self.zeros)
+        return self.adds_shares(equation, others) or layers.follows(equation, set(taken), self.zeros)
+
+    def adds_shares(self, equation: Equation, others: Sequence[Value]) -> bool:
+        """Whether a term that no row decides, decay say, is added to a sum: each micro-batch adds its share of it."""
+        if not self.joins_all or equation.name not in ADDS or not self.rowless.issuperset(others):
+            return False
+        kinds = [value.aval for value in (*equation.ins, *equation.outs)]
+        return len({(kind.shape, kind.dtype) for kind in kinds}) == 1 and jnp.issubdtype(kinds[0].dtype, jnp.inexact)
 
     def adds_to_more(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to something else than zeros."""

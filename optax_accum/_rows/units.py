@@ -72,6 +72,10 @@ class Units:
         rows = compilers.reshaped(rows, self.parts, self.size, rows.shape[1] // self.size, *rows.shape[2:])
         return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.number], axis)
 
+    def share(self, numbers: jax.Array, leaf: Any) -> Any:
+        """The share that a micro-batch of these units has of a term of all rows of all devices."""
+        return leaf * (jnp.sum(numbers < self.number) / (self.number * self.devices)).astype(jnp.result_type(leaf))
+
     def of_part(self, index: Any) -> jax.Array:
         """The indices of one micro-batch's units; units from `number` on count for nothing."""
         return index + self.parts * jnp.arange(self.size)

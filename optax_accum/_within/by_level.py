@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, evaluation
 from optax_accum._rows import derivatives, faults, layers, resized
+from optax_accum._rows.division import ADDS
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels, Loop
 from optax_accum._rows.program import Equation, Number, Value
@@ -129,7 +130,7 @@ def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     parts = [value for value in equation.ins if value in store.sums]
     if not parts or levels.moving or len(equation.outs) != 1:
         return False
-    if equation.name in ("add", "add_any", "sub"):
+    if equation.name in ADDS:
         kinds = [value.aval for value in (*equation.ins, *equation.outs)]
         return len({kind.shape for kind in kinds}) == 1 and all(jnp.issubdtype(k.dtype, jnp.inexact) for k in kinds)
     return layers.follows(equation, set(parts), layers.Zeros())
@@ -138,7 +139,7 @@ def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
 def _part_of_sum(value: Value, equation: Equation, store: Store) -> Any:
     if value in store.sums:
         return store.sums[value]
-    return store.part(value) if equation.name in ("add", "add_any", "sub") else store.whole(value)
+    return store.part(value) if equation.name in ADDS else store.whole(value)
 
 
 def run(loop: Loop, levels: Levels, store: Store) -> None:

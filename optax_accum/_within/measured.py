@@ -17,20 +17,20 @@ from optax_accum._within.traced_call import TracedCall
 
 
 def sum_of(value: Value, levels: Levels) -> Value | None:
-    """The sum of a loop from which a value is made linearly, as a gradient with decay; None if it takes no sum."""
+    """The sum of a loop whose entries a value has, in another order perhaps; the value itself if there is none.
+
+    None if it takes no sum.
+    """
     made = {each: equation for equation in levels.program.equations for each in equation.outs}
     sums = {each for loop in levels.loops for each in loop.sums}
-    rows = {each for each in levels.program.inputs if each.axis is not None}
-    while value not in sums:
-        equation = made.get(value)
-        taken = [each for each in equation.ins if _takes(each, made, sums)] if equation else []
-        if equation is None or len(taken) != 1 or len(equation.outs) != 1:
-            return value if taken else None
-        others = [each for each in equation.ins if each not in taken]
-        if equation.name in ("add", "add_any", "sub") and any(_takes(each, made, rows) for each in others):
-            return value  # of rows, too, but of no micro-batch
-        (value,) = taken
+    if not _takes(value, made, sums):
+        return None
+    while value not in sums and made[value].name in _SAME_ENTRIES:
+        value = made[value].ins[0]
     return value
+
+
+_SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshape", "rev", "squeeze", "transpose"])
 
 
 def _takes(value: Value, made: dict[Value, Equation], sources: set[Value]) -> bool:
@@ -64,8 +64,8 @@ def measured(
     loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
     if not loops:
         meter.refuse(
-            "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have "
-            "no gradients of their own. Leave statistics out."
+            "Statistics take the gradient of each micro-batch, and of this loss micro-batches have none of their own: "
+            "it takes rows together, or what its gradient is made of is there only for all rows. Leave statistics out."
         )
     squares = meter.no_squares(params)
     asked = dict(asked)

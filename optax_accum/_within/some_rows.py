@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers, dtypes, evaluation
 from optax_accum._rows import faults, locality, resized
+from optax_accum._rows.division import ADDS
 from optax_accum._rows.levels import Bodies, Body, Kind, Levels
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
@@ -21,6 +22,7 @@ def evaluate_some(
     equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
 ) -> None:
     """Evaluates equations for the rows of these units: adds their results to `env`."""
+    parts: set[Value] = set()
     for equation in equations:
         with faults.explained(equation):
             values = [read(env, value) for value in equation.ins]
@@ -29,9 +31,14 @@ def evaluate_some(
             elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
                 results = [partial.part_of(equation, units, values, numbers)]
             elif known.kinds[equation] is Kind.PARTIAL:
+                if equation.name in ADDS and isinstance(known, Levels):
+                    pairs = zip(values, equation.ins, strict=True)
+                    values = [leaf if value in parts else units.share(numbers, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
                 results = of_rows(equation, units, values, numbers)
+            if known.kinds[equation] is Kind.PARTIAL or equation in known.bodies:
+                parts.update(equation.outs)
             env.update(zip(equation.outs, results, strict=True))
 
 
