@@ -315,7 +315,8 @@ def test_outside_jit_a_loss_may_look_at_values():
         close(cut(W, BATCH), whole)
     close(optax_accum.reduce_microbatches(jax.value_and_grad(looks), num_microbatches=7)(W, BATCH), whole)
     close(optax_accum.value_and_apply_gradients(looks, tx)(W, tx.init(W), BATCH)[:2], (whole[0], W - whole[1]))
-    close(optax_accum.microbatched(turned, 3)(W, BATCH["x"]), BATCH["x"] @ W)
+    with pytest.warns(UserWarning, match="looks at values"):
+        close(optax_accum.microbatched(turned, 3)(W, BATCH["x"]), BATCH["x"] @ W)
     with pytest.raises(jax.errors.ConcretizationTypeError):
         jax.jit(cut)(W, BATCH)
 

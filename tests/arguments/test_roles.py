@@ -35,13 +35,7 @@ def micro_step(fun, w, *args, **options):
     return optax_accum.value_and_apply_gradients(fun, TX, **options)(w, TX.init(W), *args)
 
 
-def applied(fun, *args, **options):
-    rows = functools.wraps(fun)(lambda w, x, *rest: fun(w, x, *rest) + 0 * x[:, 0])
-    return optax_accum.microbatched(rows, microbatch_size=4, **options)(*args)
-
-
-FACTORIES = pytest.mark.parametrize("run", [cut, micro_step, applied])
-IN_TURN = pytest.mark.parametrize("run", [micro_step, applied])  # where no trace of all rows tells what a key draws
+FACTORIES = pytest.mark.parametrize("run", [cut, micro_step])
 
 
 @FACTORIES
@@ -58,7 +52,7 @@ def test_declared_whole_it_is_whole():
     np.testing.assert_allclose(got[1], jax.grad(loss)(W, X, table), rtol=1e-5)
 
 
-@IN_TURN
+@FACTORIES
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0), jax.random.split(KEY, 3)], ids=["new", "old", "several"])
 def test_a_key_that_no_role_names_is_refused(run, key):
     with pytest.raises(ValueError, match=r"random key must be named.*argument 2 is a key.*rng_argnum=2"):
@@ -201,10 +195,9 @@ def test_roles_of_a_micro_step(named, by_position, jit):
 
 
 @IN_EACH_WAY
-def test_roles_of_outputs(named, by_position, jit):
+def test_a_function_of_rows_needs_no_role_but_the_batch(named, by_position, jit):
     outputs = lambda w, x, y, carry, key, table: x @ w - y + carry + jnp.sum(table) + 0 * jax.random.normal(key)
-    options = {name: of for name, of in ROLES[named].items() if name != "carry_argnum"}
-    f = optax_accum.microbatched(outputs, microbatch_size=5, **options)
+    f = optax_accum.microbatched(outputs, microbatch_size=5, batch_argnums=ROLES[named]["batch_argnums"])
     args, kwargs = split(ARGUMENTS, by_position)
     got = (jax.jit(f) if jit else f)(W, *args, **kwargs)
     np.testing.assert_allclose(got, outputs(W, **ARGUMENTS), rtol=1e-5)
@@ -493,7 +486,7 @@ def test_groups_stay_together(options):
 
 def test_outputs_of_groups_come_back_in_order():
     swap = lambda w, x: (x @ w).reshape(-1, 2)[:, ::-1].reshape(-1)
-    apply = optax_accum.microbatched(swap, microbatch_size=8, group_size=2)
+    apply = optax_accum.microbatched(swap, microbatch_size=8)
     np.testing.assert_allclose(apply(W, X), swap(W, X), rtol=1e-6)
 
 
@@ -566,9 +559,6 @@ METHODS = {
     "reduce_microbatches": lambda fun, **roles: optax_accum.reduce_microbatches(
         jax.grad(fun), 3, batch_argnums=(1, 2), **roles
     ),
-    "microbatched": lambda fun, **roles: optax_accum.microbatched(
-        lambda w, x, y, **key: fun(w, x, y, **key)[None] * jnp.ones(len(x)), 3, batch_argnums=(1, 2), **roles
-    ),
 }
 
 
@@ -590,17 +580,13 @@ def test_what_is_drawn_for_all_rows_alike_may_come_from_any_key(method):
     """Random features; and a loss that only takes micro-batches of one size tells nothing."""
     features = lambda w, x, y: squares(w, x * jax.random.normal(DROPS, x.shape[1:])[None], y)
     found = METHODS[method](features)(W, X, Y)
-    if method == "microbatched":
-        np.testing.assert_allclose(jnp.mean(found), features(W, X, Y), rtol=1e-5)
-    else:
-        np.testing.assert_allclose(found, jax.grad(features)(W, X, Y), rtol=1e-5)
-        size = len(X) // 3
-        METHODS[method](lambda w, x, y: dropped(w, x.reshape(size, -1), y.reshape(size, -1)[:, 0]))(W, X, Y)
+    np.testing.assert_allclose(found, jax.grad(features)(W, X, Y), rtol=1e-5)
+    size = len(X) // 3
+    METHODS[method](lambda w, x, y: dropped(w, x.reshape(size, -1), y.reshape(size, -1)[:, 0]))(W, X, Y)
 
 
-def test_one_micro_batch_shares_no_key():
-    """It is the whole batch, whatever its key: `microbatched` refused that."""
+def test_a_function_that_holds_its_key_draws_for_each_row_what_it_draws_in_the_whole_batch():
     own = lambda w, x: jax.random.bernoulli(DROPS, 0.5, x.shape) * (x @ w)[:, None]
-    for size in ({"num_microbatches": 1}, {"microbatch_size": 2 * len(X)}):
+    for size in ({"num_microbatches": 1}, {"num_microbatches": 3}, {"microbatch_size": 2 * len(X)}):
         np.testing.assert_array_equal(optax_accum.microbatched(own, **size)(W, X), own(W, X))
         optax_accum.value_and_grad(lambda w, x: own(w, x).mean(), **size)(W, X)
