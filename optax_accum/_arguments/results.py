@@ -61,24 +61,3 @@ def check_carry(carry: Any, new: Any) -> None:
                 f"The carry must keep its type: at {path} it came as {short(a)} and left as {short(b)}. Cast it back "
                 "in fun."
             )
-
-
-def check_rows(outputs: Any, size: int) -> None:
-    """Raises unless every leaf of the outputs of the micro-batches [k, ...] has one row for each example."""
-    for path, leaf in by_path(outputs, "the output"):
-        if leaf.ndim < 2 or leaf.shape[1] != size:
-            raise ValueError(
-                f"Outputs must have one row for each example: {path} has shape {leaf.shape[1:]} for a micro-batch of "
-                f"{size} rows. Return rows, and reduce them outside."
-            )
-
-
-def check_rest(outputs: Any, rest: Any, size: int, rows: int) -> None:
-    """Raises unless the outputs of the remainder and of the full micro-batches fit together in one [n, ...]."""
-    for (path, leaf), last in zip(by_path(outputs, "the output"), jax.tree.leaves(rest), strict=True):
-        if jnp.shape(last) != (rows, *leaf.shape[1:]):
-            raise ValueError(
-                f"Outputs must have one row for each example, and rows of one shape: {path} has shape "
-                f"{(size, *leaf.shape[1:])} for {size} rows and {jnp.shape(last)} for the remainder of {rows}. Return "
-                "rows, and reduce them outside."
-            )

@@ -224,12 +224,6 @@ def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
 KNOWS_DEVICES = versions.JAX >= versions.DEVICES  # whether it is asked for more than one device
 
 
-def mesh_of_type(leaf: Any) -> Any:
-    """The mesh that the type of an array names; None where types name none."""
-    kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else None
-    return getattr(getattr(kind, "sharding", None), "mesh", None)
-
-
 def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """Like `jax.tree.broadcast`; raises a ValueError where `prefix` is no prefix of `tree`."""
     if hasattr(jax.tree, "broadcast"):

@@ -158,12 +158,6 @@ def ungrouped(split: Split, micro_batch: Tree) -> Tree:
     return of_rows(lambda leaf: jax.lax.collapse(leaf, 0, 2), micro_batch)
 
 
-def original_order(split: Split, rows: jax.Array) -> jax.Array:
-    """Puts the outputs [k, b, ...] of the full micro-batches in the order of the batch's rows."""
-    rows = rows.reshape(split.full, split.size // split.group, split.group, *rows.shape[2:])
-    return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
-
-
 def remainder(split: Split, batch: Tree) -> Tree:
     """The micro-batch of the remaining rows: leaves [r, ...]."""
     return of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
