@@ -16,13 +16,18 @@ from optax_accum._within.fold import Result, Sampled
 from optax_accum._within.traced_call import TracedCall
 
 
+def sums_of(levels: Levels) -> set[Value]:
+    """The values that loops add up; of an extreme, as the rule of a parameter may return it, there is no sum."""
+    return {value for loop in levels.loops for value, joins in loop.sums.items() if joins == "sum"}
+
+
 def sum_of(value: Value, levels: Levels) -> Value | None:
     """The sum of a loop whose entries a value has, in another order perhaps; the value itself if there is none.
 
     None if it takes no sum.
     """
     made = {each: equation for equation in levels.program.equations for each in equation.outs}
-    sums = {each for loop in levels.loops for each in loop.sums}
+    sums = sums_of(levels)
     if not _takes(value, made, sums):
         return None
     while value not in sums and made[value].name in _SAME_ENTRIES:
@@ -71,7 +76,7 @@ def measured(
     asked = dict(asked)
     for value, square, of in zip(found, squares, gradient, strict=True):
         if value is not None:
-            asked[value] = dataclasses.replace(asked.get(value, asked[of]), square=square)
+            asked[value] = dataclasses.replace(asked.get(value) or asked.get(of) or Result("sum"), square=square)
 
     order = [value for loop in loops[:1] for value in loop.sums if value in sums]
 

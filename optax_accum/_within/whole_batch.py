@@ -5,7 +5,7 @@ The program that computes the gradient runs level by level (`by_level`), micro-b
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from optax_accum._space.device import Device
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
-from optax_accum._within.measured import measured, rows_of
+from optax_accum._within.measured import measured, rows_of, sums_of
 from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
 from optax_accum._within.traced_call import (
@@ -131,8 +131,11 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     results = program.levels.program.outputs
     count = len(results) - len(kinds)
     outputs, gradient = results[:count], results[count:]
+    sums = sums_of(program.levels)
     asked: dict[Value, Result] = {}
     for value, kind in zip(gradient, kinds, strict=True):  # one that several parameters have is added once
+        if value not in sums:
+            continue
         before = asked.get(value)
         asked[value] = Result("sum", jnp.promote_types(before.dtype, kind) if before else kind)
     sampled, ending = NOTHING, None
@@ -141,7 +144,8 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     empty = dtypes.gradients_like(
         params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
     )
-    hidden = _finished_in_loops(program, gradient)
+    taken = {value for equation in program.levels.program.equations for value in equation.ins}
+    hidden = sums.intersection(gradient) - taken  # the last iteration of a loop finishes them
     missing = None if 2 * _bytes(hidden) >= _bytes(set(gradient)) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard
@@ -167,12 +171,6 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
 
 def _dtype_of_sum(param: Any, named: Any) -> jnp.dtype:
     return dtypes.accumulator_dtype(jnp.result_type(param), named)
-
-
-def _finished_in_loops(program: TracedCall, gradient: Sequence[Value]) -> set[Value]:
-    """The gradients that are sums of a loop, whose last iteration can finish them: nothing else takes them."""
-    taken = {value for equation in program.levels.program.equations for value in equation.ins}
-    return {value for loop in program.levels.loops for value in loop.sums if value in gradient} - taken
 
 
 def _bytes(values: set[Value]) -> int:
