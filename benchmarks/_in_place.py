@@ -11,7 +11,6 @@ import optax
 import optax_accum
 from benchmarks._measure import Tree
 from benchmarks._one_device import Facts, by_cublas, is_gpu, sums_in_products
-from optax_accum._within.one_by_one import one_by_one
 from optax_accum.accelerators import Target
 
 DEPTH, WIDTH, WORDS, EXPERTS, RANK = 16, 1024, 4096, 4, 64  # no stack fits in the 128 MiB of a TPU's vector memory
@@ -145,12 +144,12 @@ class Ways(NamedTuple):
     def facts(self) -> Facts:
         """Returns what each way needs, and how many of its products add to what they write."""
         ways = {
-            "one micro-batch": self.compiled(self.alone(), 1),
             "in place": self.compiled(self.ours()),
             "with statistics": self.compiled(self.ours(statistics=True)),
             "by hand": self.compiled(self.by_hand),
         }
-        found = {f"{way}, P": self.temporary(program) for way, program in ways.items()}
+        found = {"one micro-batch, P": self.alone()}
+        found |= {f"{way}, P": self.temporary(program) for way, program in ways.items()}
         if is_gpu(self.on):
             found |= {f"beta = 1, {way}": sums_in_products(ways[way]) for way in ("in place", "by hand")}
         return found
@@ -160,9 +159,10 @@ class Ways(NamedTuple):
         size = {"microbatch_size": ROWS, "accumulator_dtype": jnp.float32}
         return optax_accum.value_and_grad(self.loss, **size, **options)
 
-    def alone(self) -> Callable[..., Any]:
-        """Returns the gradient of one micro-batch, added to zeros as one of several is."""
-        return one_by_one(self.loss, microbatch_size=ROWS, accumulator_dtype=jnp.float32, whole_argnums=2)
+    def alone(self) -> float:
+        """Returns what one micro-batch needs, and one layer's gradient, which is added to the sum when it is whole."""
+        found = self.temporary(self.compiled(jax.value_and_grad(self.loss), 1))
+        return found + self.size(self.case.params) / self.size((self.case.params, self.case.frozen)) / DEPTH
 
     def by_hand(self, params: Tree, batch: jax.Array, frozen: Tree) -> tuple[jax.Array, Tree]:
         """Returns the gradient as one writes it."""
@@ -188,9 +188,11 @@ class Ways(NamedTuple):
 
     def temporary(self, program: Any) -> float:
         """Returns its temporary memory, in float32 copies of the parameters, those that are frozen among them."""
-        all_of_them = (self.shapes(self.case.params), self.shapes(self.case.frozen))
-        size = sum(4 * leaf.size for leaf in jax.tree.leaves(all_of_them))
-        return program.memory_analysis().temp_size_in_bytes / size
+        return program.memory_analysis().temp_size_in_bytes / self.size((self.case.params, self.case.frozen))
+
+    def size(self, tree: Tree) -> int:
+        """Returns the bytes of arrays of these shapes in float32."""
+        return sum(4 * leaf.size for leaf in jax.tree.leaves(self.shapes(tree)))
 
     def shapes(self, tree: Tree, dtype: Any = jnp.bfloat16) -> Tree:
         """Returns arrays of these shapes."""

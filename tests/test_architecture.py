@@ -40,7 +40,7 @@ ROOMS = {  # and what each stands on
     "plan": {"_core", "_arguments", "accelerators"},  # it takes the accumulator as users do
     "primitives": {"_rows"},
     "statistics": {"_loss", "_space"},
-    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within", "_explain"},
+    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_explain"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 
@@ -202,8 +202,8 @@ def test_policies_are_compared_in_their_table_alone():
 
 ASKED = {
     "which form has a loss": (
-        {"is_ratio", "are_terms", "isinstance Ratio"},
-        "_loss/ratio _within/weights _across/loss",
+        {"is_ratio", "isinstance Ratio"},
+        "_loss/ratio _across/loss",
     ),
     "how is a micro-batch differentiated": ({"vjp"}, "_loss/backward"),
     "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
@@ -211,13 +211,13 @@ ASKED = {
         {"as_meter", "Measuring", "Counting"},
         "_loss/meter _across/transformation _within/rules",
     ),
-    "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
+    "is a gradient measured": ({"measures"}, "_loss/meter _across/loss"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _space/devices flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
         {"is_partial", "PARTIAL", "ToShards"},
-        "_space/devices _space/here _space/several _within/cut _within/rules flax/_calls",
+        "_space/devices _space/here _space/several _within/rules flax/_calls",
     ),
     "is the divisor a weight": (
         {"is_mean"},
@@ -229,8 +229,8 @@ ASKED = {
     ),
     "does it run outside jit": (
         {"is_staged", "is_again"},
-        "_core/tracing _core/traced _core/convolutions _within/loops _within/value_and_grad _within/one_by_one _within/accumulate "
-        "_within/cut _within/fold _across/loss",
+        "_core/tracing _core/traced _core/convolutions _within/loops _within/value_and_grad "
+        "_within/reduce_microbatches _within/fold _across/loss",
     ),
 }
 ALSO = {  # that ask something else by the same name
@@ -255,6 +255,7 @@ ALSO = {  # that ask something else by the same name
     "_explain/explain": {"PARTIAL"},
     "_rows/locality": {"PARTIAL", "is_partial"},
     "_rows/derivatives": {"vjp"},  # of one equation
+    "flax/_nnx_module": {"is_partial"},  # what `_calls` has told
     "flax/_calls": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/here": {"is_staged"},  # whether zeros can be placed, and a reduction in place
 }

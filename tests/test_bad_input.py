@@ -426,8 +426,8 @@ W, X = jnp.ones(3), jnp.arange(24.0).reshape(8, 3)
 CUTS = {  # what takes a function, and how it is built
     "value_and_grad": lambda fun, **options: optax_accum.value_and_grad(fun, num_microbatches=2, **options),
     "value_and_apply_gradients": lambda fun, **options: optax_accum.value_and_apply_gradients(fun, build(), **options),
-    "microbatched_apply": lambda fun: optax_accum.microbatched_apply(fun, 2),
-    "accumulate": lambda fun, **options: optax_accum.accumulate(fun, 2, **options),
+    "microbatched": lambda fun: optax_accum.microbatched(fun, 2),
+    "reduce_microbatches": lambda fun, **options: optax_accum.reduce_microbatches(fun, 2, **options),
 }
 
 
@@ -469,7 +469,7 @@ def test_what_is_no_function(cut):
         CUTS[cut](3)
 
 
-@pytest.mark.parametrize("cut", ["accumulate", "value_and_apply_gradients"])
+@pytest.mark.parametrize("cut", ["reduce_microbatches", "value_and_apply_gradients"])
 @pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
 def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
     with pytest.raises(
@@ -480,7 +480,7 @@ def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
 
 @pytest.mark.parametrize("weight_fn", [len, jax.jit(lambda x: x.sum()), lambda *batch: 1.0, lambda x, factor=2.0: 1.0])
 def test_a_weight_fn_that_takes_the_batch(weight_fn):
-    assert jnp.isfinite(CUTS["accumulate"](loss, weight_fn=weight_fn)(W, X))
+    assert jnp.isfinite(CUTS["reduce_microbatches"](loss, weight_fn=weight_fn)(W, X))
 
 
 def test_a_factory_in_the_place_of_an_optimizer():
@@ -503,11 +503,11 @@ def test_the_optimizer_in_the_place_of_the_loss():
         optax_accum.value_and_apply_gradients(loss, 3)
 
 
-@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "microbatched_apply"])
+@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "microbatched"])
 @pytest.mark.parametrize("labels", [np.array(["a"] * 8), np.array([None] * 8), np.array(["a"] * 8, object)])
 def test_numpy_arrays_that_are_no_numbers(cut, labels):
     rows = lambda w, batch: batch["x"] @ w
-    fun = CUTS[cut](rows if cut == "microbatched_apply" else lambda w, batch: rows(w, batch).mean())
+    fun = CUTS[cut](rows if cut == "microbatched" else lambda w, batch: rows(w, batch).mean())
     call = lambda labels: fun(W, *([build().init(W)] if "apply_g" in cut else []), {"x": X, "label": labels})
     with pytest.raises(TypeError, match=r"A batch .* must hold arrays: at \['label'\] there is .*\[8\]. .*of numbers"):
         call(labels)
@@ -572,8 +572,9 @@ def test_a_key_that_no_role_names():
     key, x = jax.random.key(0), jnp.ones((8, 3))
     rows = lambda w, x, key: jax.random.normal(key, x.shape[:1]) + x @ w
     with pytest.raises(ValueError, match="A random key must be named.*Pass rng_argnum=2"):
-        optax_accum.microbatched_apply(rows, 2)(W, x, key)
-    named = optax_accum.microbatched_apply(rows, 2, rng_argnum=2)(W, x, key)  # the remedy
+        optax_accum.reduce_microbatches(rows, 2, reduction="concat")(W, x, key)
+    named = optax_accum.reduce_microbatches(rows, 2, reduction="concat", rng_argnum=2)(W, x, key)  # the remedy
+    np.testing.assert_allclose(optax_accum.microbatched(rows, 2)(W, x, key), rows(W, x, key), rtol=1e-6)
     assert not np.allclose(named[::2], named[1::2])
 
 
@@ -669,7 +670,7 @@ def test_weight_of_takes_what_fun_returned():
     with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
         optax_accum.value_and_apply_gradients(loss, build(), has_aux=True, weight_of=lambda aux: aux)
     with pytest.raises(TypeError, match=r"weight_of\(result\): it takes \(value, aux\). Pass lambda result:"):
-        optax_accum.accumulate(jax.grad(loss, has_aux=True), 2, weight_of=lambda value, aux: aux)
+        optax_accum.reduce_microbatches(jax.grad(loss, has_aux=True), 2, weight_of=lambda value, aux: aux)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
@@ -861,21 +862,21 @@ def test_dp_sgd_wrapped_says_what_to_do():
     assert "DP-SGD clips the gradient of each example" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients", "microbatched_apply"])
+@pytest.mark.parametrize("way", ["value_and_grad", "reduce_microbatches", "value_and_apply_gradients", "microbatched"])
 def test_a_key_in_the_place_of_the_batch(way):
     """In Haiku's order, and in the old style: two numbers of it were taken for two rows."""
     fun = lambda w, key, x: jnp.mean((x @ w + jax.random.normal(key)) ** 2)
     key, x, tx = jax.random.PRNGKey(0), jnp.ones((4, 3)), build()
     run = {
         "value_and_grad": lambda: optax_accum.value_and_grad(fun, 1)(W, key, x),
-        "accumulate": lambda: optax_accum.accumulate(jax.grad(fun), 1)(W, key, x),
-        "microbatched_apply": lambda: optax_accum.microbatched_apply(fun, 1)(W, key, x),
+        "reduce_microbatches": lambda: optax_accum.reduce_microbatches(jax.grad(fun), 1)(W, key, x),
+        "microbatched": lambda: optax_accum.microbatched(fun, 1)(W, key, x),
         "value_and_apply_gradients": lambda: optax_accum.value_and_apply_gradients(fun, tx)(W, tx.init(W), key, x),
     }[way]
-    remedy = "Pass batch_argnums=2." if way == "value_and_grad" else "batch_argnums=2, rng_argnum=1"
+    remedy = "Pass batch_argnums=2." if way in ("value_and_grad", "microbatched") else "batch_argnums=2, rng_argnum=1"
     with pytest.raises(ValueError, match=f"argument 1 is one, of the old style.*{remedy}"):
         run()
-    optax_accum.accumulate(jax.grad(fun), 2, batch_argnums=2, rng_argnum=1)(W, key, x)
+    optax_accum.reduce_microbatches(jax.grad(fun), 2, batch_argnums=2, rng_argnum=1)(W, key, x)
 
 
 def _mapped_loss(w, key, x):
@@ -892,11 +893,18 @@ def _over_devices(fun, *args, **options):
         return jax.jit(optax_accum.value_and_grad(fun, 1, devices="data", **options))(*args)
 
 
-def _on_its_axes(fun, *args, **options):
+def _together(fun, **options):
+    return optax_accum.value_and_grad(fun, 2, **options)
+
+
+def _apart(fun, **options):
+    return jax.value_and_grad(optax_accum.reduce_microbatches(fun, 2, **options))
+
+
+def _on_its_axes(fun, *args, way=_together, **options):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"))
-    run = lambda *args: optax_accum.value_and_grad(fun, 2, **options)(*args)
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(*args)
+    return jax.shard_map(way(fun, **options), mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(*args)
 
 
 GONE = r"\b(whole_argnums|group_size|weight_fn|weight_of|rng_argnum|carry_argnum|aux_reduction|stacked|unroll)\b"
@@ -930,11 +938,16 @@ def test_value_and_grad_names_only_options_that_it_has(call, message):
 
 
 @needs_devices
-def test_options_of_accumulate_are_named_with_it():
-    """A loss that communicates over its devices runs as `accumulate` does, which needs its key named."""
-    with pytest.raises(ValueError, match="A random key must be named") as caught:
-        _on_its_axes(_mapped_loss, W, KEY, X, batch_argnums=2, devices="data")
-    assert "take jax.value_and_grad(optax_accum.accumulate(fun, num_microbatches, ...))" in caught.value.__notes__[0]
+def test_the_remedy_of_a_loss_that_communicates_takes_its_key():
+    """Its error names `reduce_microbatches`, which needs the key named."""
+    options = {"batch_argnums": 2, "devices": "data"}
+    with pytest.raises(ValueError, match=r"jax.value_and_grad\(optax_accum.reduce_microbatches\(loss, k") as caught:
+        _on_its_axes(_mapped_loss, W, KEY, X, **options)
+    assert not re.search(r"\b(rng_argnum|carry_argnum|aux_reduction)\b", str(caught.value))
+    with pytest.raises(ValueError, match="A random key must be named.*Pass rng_argnum=1"):
+        _on_its_axes(_mapped_loss, W, KEY, X, way=_apart, **options)
+    value, grad = _on_its_axes(_mapped_loss, W, KEY, X, way=_apart, rng_argnum=1, **options)
+    np.testing.assert_allclose(jnp.vdot(grad, W), 2 * value, rtol=1e-5)  # of a square
 
 
 @needs_devices
@@ -946,7 +959,7 @@ def test_the_remedy_for_rows_that_devices_do_not_divide():
 
 
 @pytest.mark.parametrize("closes", [lambda w: loss(w, X), jax.jit(lambda params: loss(params, X))], ids=["w", "jit"])
-@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+@pytest.mark.parametrize("way", ["value_and_grad", "reduce_microbatches", "value_and_apply_gradients"])
 def test_a_loss_that_closes_over_its_batch(way, closes):
     with pytest.raises(ValueError, match=r"make the batch an argument, fun\((w|params), batch\)\."):
         CUTS[way](closes)

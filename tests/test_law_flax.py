@@ -214,7 +214,7 @@ def through_value_and_grad(sizes, weighted):
 
 def accumulated(loss, has_aux, **options):
     """A ready gradient function of NNX, cut."""
-    return accum.nnx.accumulate(nnx.value_and_grad(loss, has_aux=has_aux), **options)
+    return accum.nnx.reduce_microbatches(nnx.value_and_grad(loss, has_aux=has_aux), **options)
 
 
 def through_accumulate(sizes, weighted):
@@ -273,12 +273,17 @@ def communicating(loss):
 
 
 @needs_devices
-@pytest.mark.parametrize("step", sweep(TRAIN_STEPS, but=["Linen"]))
-def test_where_a_loss_communicates_weight_fn_says_how_much_a_micro_batch_counts(step):
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("step", TRAIN_STEPS)
+def test_a_train_step_refuses_a_loss_that_communicates_by_name(step, weighted):
     path, loss = TRAIN_STEPS[step]
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
-        path = functools.partial(path, loss=communicating(loss), devices="data", weight_fn=weight_of(True))
-        assert_the_update_of_the_whole_batch(path, (4, 8), weighted=True)
+        options = {"devices": "data", "weight_fn": weight_of(weighted)}
+        message = (
+            r"from the other devices of \('data',\) \(psum\w*, test_law_flax.py:\d+\). Leave that out: .* one batch"
+        )
+        with pytest.raises(ValueError, match=message):
+            path((4, 8), weighted=True, loss=communicating(loss), **options)
 
 
 def as_terms(loss):

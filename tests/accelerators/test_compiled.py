@@ -140,7 +140,7 @@ def test_in_place_micro_batches_need_the_memory_of_one(case, mixture):
     """With statistics, a layer's gradient more, of 16 layers. What is added by hand has its gradients beside the sum."""
     ways = _in_place.Ways(programs.target("cpu"), _in_place.CASES[case], _in_place.MIXTURES[mixture], 4)
     with programs.as_shipped():
-        one = ways.temporary(ways.compiled(ways.alone(), 1))
+        one = ways.alone()
         inside, measured, after = (
             ways.temporary(ways.compiled(way)) for way in (ways.ours(), ways.ours(statistics=True), ways.by_hand)
         )

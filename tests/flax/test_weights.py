@@ -130,7 +130,7 @@ def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
 @needs_devices
 @pytest.mark.parametrize(("step", "deferred", "kind"), sweep(OVER_DEVICES, but=IN_EACH_RUN))
 def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
-    """Once per call, with the gradient; or in partial sums, whose micro-batches are weighed by it, too."""
+    """Once per call, with the gradient; or in partial sums, of which each device's is weighed by it."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
     place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
     tx, options = (window(every=2, devices="data"), {}) if deferred else (window(every=2), {"devices": "data"})
@@ -142,7 +142,7 @@ def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
 @pytest.mark.parametrize(("devices", "cut"), [(4, 1), *sweep([(2, 3), (1, 2), (1, 1)])], ids=str)
 @each
 def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices, cut):
-    """`every=1`: they are weighed, and refused where no weight is right; one alone is the whole batch."""
+    """`every=1`: devices are weighed, and refused where no weight is right; one alone is the whole batch."""
     mesh = jax.make_mesh(
         (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
     )
@@ -150,7 +150,7 @@ def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices,
     tx, options = window(every=1, devices="data"), {"num_microbatches": cut}
     with jax.set_mesh(mesh):
         assert_whole(trained(masked, tx, (12,), place, **options), masked)
-        if devices == cut == 1:
+        if devices == 1:
             assert_whole(trained(two_means, tx, (12,), place, **options), two_means)
         else:
             with pytest.raises(ValueError, match="divided by the sum over rows at .* and by the number of rows"):
@@ -259,3 +259,71 @@ def test_float8_counts_by_its_rows_and_says_so():
     state = accum.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=window(), metrics=("loss",))
     with pytest.warns(UserWarning, match="counts by its rows"):
         accum.linen.train_step(loss, num_microbatches=1)(state, (X, Y), jax.random.key(0))
+
+
+# With `devices` in the optimizer: the rows of each device are taken together.
+
+UNITS, EACH = 64, 4  # of dropout; rows of a device
+
+
+@pytest.fixture
+def two_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        yield lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
+
+
+class Dropping(nnx.Module):
+    def __init__(self):
+        self.w, self.drop = nnx.Param(jnp.zeros((2 * EACH, UNITS))), nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=1))
+
+
+def of_kept(w, kept, row):
+    """A loss whose gradient by a row of `w` is what the row kept."""
+    return jnp.mean(jnp.sum(kept * w[row], -1))
+
+
+def kept_in_linen(rows, tx):
+    def loss(params, row, key, state):
+        drop = nn.Dropout(0.5, deterministic=False)
+        kept = drop.apply({}, jnp.ones((len(row), UNITS)), rngs={"dropout": key})
+        return of_kept(params["w"], kept, row), {}
+
+    params = {"w": jnp.zeros((2 * EACH, UNITS))}
+    state = accum.linen.TrainState.create(apply_fn=None, params=params, tx=tx, metrics=("loss",))
+    return accum.linen.train_step(loss, num_microbatches=2)(state, rows, jax.random.key(0))[0].params["w"]
+
+
+def kept_in_nnx(rows, tx):
+    def loss(model, row):
+        return of_kept(model.w[...], model.drop(jnp.ones((len(row), UNITS))), row)
+
+    model = Dropping()
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    accum.nnx.train_step(loss, num_microbatches=2)(model, optimizer, rows)
+    assert int(model.drop.rngs.count[...]) == 1
+    return model.w[...]
+
+
+@needs_devices
+@pytest.mark.parametrize("kept", [kept_in_linen, kept_in_nnx], ids=STEPS)
+def test_devices_have_masks_of_their_own(kept, two_devices):
+    """In the place of one another, too; and micro-batches of one device have those of its rows."""
+    masks = -2 * EACH * kept(two_devices(np.arange(2 * EACH)), window(every=1, devices="data"))
+    np.testing.assert_allclose(np.unique(masks), [0, 2], rtol=1e-6)
+    assert len(np.unique(np.asarray(masks), axis=0)) == 2 * EACH
+
+
+@needs_devices
+@pytest.mark.parametrize("sizes", [(12,), (4, 8)], ids=str)
+@each
+def test_a_mask_that_micro_batches_of_a_device_share_unevenly(trained, sizes, two_devices, monkeypatch):
+    """Of each device's rows too: they have counts 2 and 0, and 2 and 3, in the first of these cases."""
+    monkeypatch.setitem(globals(), "MASK", np.array([1, 0, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1], "f"))
+    tx = window(every=len(sizes), devices="data")
+    found, value = trained(masked, tx, sizes, two_devices, num_microbatches=2)
+    want_value, grads = jax.value_and_grad(masked)(W, (X, Y, MASK))
+    np.testing.assert_allclose(found, W - grads, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    unweighed = [jax.grad(masked)(W, (X[rows], Y[rows], MASK[rows])) for rows in (slice(6), slice(6, 12))]
+    assert np.max(np.abs(np.mean(unweighed, 0) - grads)) > 1e-2  # it compares something

@@ -11,7 +11,6 @@ import pytest
 
 import optax_accum
 from optax_accum import statistics
-from optax_accum._within.one_by_one import one_by_one
 from tests import programs
 from tests.tiers import sweep
 
@@ -123,10 +122,19 @@ def loss_of(body, cast=None):
 
 def cut(body, cast):
     """Parameters, and a gradient in three micro-batches; of one body the last is smaller, and is compiled for itself."""
-    (dtype, inner), size = CASTS[cast], 5 if body == "checkpoint in a scan" else 4
+    dtype, inner = CASTS[cast]
     return params(dtype), functools.partial(
-        optax_accum.value_and_grad, loss_of(body, inner), microbatch_size=size, accumulator_dtype=jnp.float32
+        optax_accum.value_and_grad, loss_of(body, inner), microbatch_size=rows_of(body), accumulator_dtype=jnp.float32
     )
+
+
+def rows_of(body):
+    return 5 if body == "checkpoint in a scan" else 4
+
+
+def micro_batches(body):
+    count = -(-len(TOKENS) // rows_of(body))
+    return [TOKENS[first::count] for first in range(count)]
 
 
 ALL = [(body, "float32" if body == "a rule of the user" else "bfloat16") for body in BODIES] + [  # a clip is not smooth
@@ -161,16 +169,18 @@ def close(found, want, cast):
 def test_the_gradient_is_that_of_trees_of_gradients(body, cast):
     """Of the whole batch; or the mean of the micro-batches', where each counts by itself."""
     p, f = cut(body, cast)
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)
+    wide = optax.tree.cast(p, jnp.float32)
     grad = functools.partial(jax.jit(jax.value_and_grad(loss_of(body, CASTS[cast][1]))), wide)
     whole = grad(TOKENS)
-    rows = 5 if body == "checkpoint in a scan" else 4
-    parts = [TOKENS[first :: -(-len(TOKENS) // rows)] for first in range(-(-len(TOKENS) // rows))]
+    parts = micro_batches(body)
     share = lambda tokens: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * len(tokens) / 12, grad(tokens))
     mean = jax.tree.map(lambda *leaves: sum(leaves), *map(share, parts))
     close(jax.jit(f())(p, TOKENS), whole, cast)
     if body != "a rule of the user":  # it clips what a micro-batch adds to the mean
-        close(jax.jit(one_by_one(*f.args, **f.keywords))(p, TOKENS), mean, cast)
+        apart = optax_accum.reduce_microbatches(*f.args, microbatch_size=rows_of(body))
+        value, grads = jax.jit(jax.value_and_grad(apart))(p, TOKENS)
+        chex.assert_trees_all_equal_dtypes(grads, p)
+        close((value, optax.tree.cast(grads, jnp.float32)), mean, cast)
     assert np.any(whole[1]["table"])
 
 
@@ -192,19 +202,22 @@ UNREAD = {
 }  # a gradient of several terms, which are not of one loop
 
 
-@pytest.mark.parametrize("by_itself", [False, True])
 @pytest.mark.parametrize(("body", "cast"), sweep(MEASURED, but=MEASURED[-1:]))
-def test_norms_are_those_of_the_gradients_that_are_written(body, cast, by_itself, request):
-    """As outside jit, where each micro-batch has a tree of gradients."""
-    if body in UNREAD and not by_itself:
+def test_norms_are_those_of_the_gradients_that_are_written(body, cast, request):
+    """As across calls, where each micro-batch has a tree of gradients."""
+    if body in UNREAD:
         reason = "a gradient that is made of several sums over rows, of one loop, is not measured"
         request.applymarker(pytest.mark.xfail(strict=True, raises=ValueError, reason=reason))
     p, f = cut(body, cast)
     up = statistics.Layers("up")
-    groups = statistics.Options(groups={"table": "a", "up": up, "down": "down", "gate": "c", "out": "c"})
-    separate = functools.partial(one_by_one, *f.args, **f.keywords, statistics=groups)
-    (_, want), _ = separate()(p, TOKENS)
-    (_, found), _ = jax.jit(separate() if by_itself else f(statistics=groups))(p, TOKENS)
+    groups = statistics.Options(decay=0.0, groups={"table": "a", "up": up, "down": "down", "gate": "c", "out": "c"})
+    (_, found), _ = jax.jit(f(statistics=groups))(p, TOKENS)
+    parts = micro_batches(body)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(parts), statistics=groups, accumulator_dtype=jnp.float32)
+    state, gradient = tx.init(p), jax.jit(jax.grad(loss_of(body, CASTS[cast][1])))
+    for part in parts:
+        _, state = tx.update(gradient(p, part), state, p, weight=float(len(part)))
+    want = state.statistics
     chex.assert_trees_all_close(found, want, rtol=1e-4 if cast == "float32" else 2e-2)
     assert found.known > 0
     assert set(found.noise) == {"a", "up/0", "up/1", "up/2", "down", "c"}
@@ -406,14 +419,13 @@ TURNS = jnp.linspace(1.0, 1.1, 1024, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("couples", [False, True])
-@pytest.mark.parametrize("way", ["value_and_grad", "measured", "each by itself", "each by itself, measured"])
-def test_what_all_turns_of_a_scan_share_is_added_in_float32(way, couples, request):
-    if couples and not way.startswith("each"):
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_all_turns_of_a_scan_share_is_added_in_float32(measured, couples, request):
+    if couples:
         reason = "a scan whose body takes rows together carries the gradient of what all turns share in its own dtype"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     loss, p, x = of_turns(couples), {"u": jnp.bfloat16(0.5)}, jnp.ones(4)
     want = float(jnp.sum(TURNS.astype(jnp.bfloat16).astype(jnp.float32)))
     assert float(jax.grad(loss)(p, x)["u"]) < 0.6 * want
-    build = one_by_one if way.startswith("each") else optax_accum.value_and_grad
-    call = build(loss, 2, statistics="measured" in way, accumulator_dtype=jnp.float32)
+    call = optax_accum.value_and_grad(loss, 2, statistics=measured, accumulator_dtype=jnp.float32)
     np.testing.assert_allclose(jax.jit(call)(p, x)[1]["u"], want, rtol=1e-3)

@@ -8,7 +8,6 @@ import pytest
 
 import optax_accum
 from optax_accum import Ratio
-from optax_accum._within.one_by_one import one_by_one
 from tests import programs
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(10, 3)), jnp.float32)
@@ -231,7 +230,7 @@ def test_two_denominators_are_refused(tx, options, extra, message):
 
 @pytest.mark.sweep
 def test_the_remedies_for_a_count_with_a_derivative():
-    """Held constant, or differentiated: rows of `microbatched_apply`."""
+    """Held constant, or differentiated: rows of `microbatched`."""
     soft = lambda w, x: (jnp.tanh(x @ w) ** 2 * jax.nn.sigmoid(x @ w), jax.nn.sigmoid(x @ w))
 
     def held(w, x):
@@ -247,7 +246,7 @@ def test_the_remedies_for_a_count_with_a_derivative():
 
         return jax.jit(jax.value_and_grad(loss))(W, X)
 
-    close(exact(optax_accum.microbatched_apply(soft, **CUT)), exact(soft))
+    close(exact(optax_accum.microbatched(soft, **CUT)), exact(soft))
     assert not np.allclose(exact(soft)[1], whole(held, W, X)[1], rtol=1e-2)
 
 
@@ -265,51 +264,21 @@ def _noted(x, largest, last):
 
 noted.defvjp(_noted, lambda x, g: (g, jnp.max(jnp.abs(x)), x.ravel()[-1]))
 LEAVES = {"w": W, "stats": {"largest": jnp.float32(7), "last": jnp.float32(8)}}
-KEEPS = {"w": "mean", "stats": {"largest": "max", "last": "last"}}
 
 
 def noting(params, x):
     return jnp.mean((noted(x, **params["stats"]) @ params["w"]) ** 2)
 
 
-@pytest.mark.sweep
-def test_leaves_that_are_no_gradients_are_kept():
-    f = one_by_one(noting, grad_reduction=KEEPS, **CUT)
-    value, grads = jax.jit(f)(LEAVES, X)
-    whole_value, whole_grads = jax.value_and_grad(noting)(LEAVES, X)
-    close((value, grads), (whole_value, whole_grads))  # the last row is the last of the last micro-batch, too
-    added = jax.jit(one_by_one(noting, **CUT))(LEAVES, X)[1]
-    assert added["stats"]["largest"] > 1.5 * grads["stats"]["largest"]  # and it compares something
+@pytest.mark.parametrize("form", ["mean", "Ratio"])
+def test_leaves_that_are_no_gradients_are_those_of_the_whole_batch(form):
+    """A Ratio divides only gradients."""
+    loss = noting if form == "mean" else lambda p, x: Ratio(noting(p, x) * len(x), len(x))
+    close(jax.jit(optax_accum.value_and_grad(loss, **CUT))(LEAVES, X), jax.value_and_grad(noting)(LEAVES, X))
 
 
-def test_what_is_kept_stays_where_nothing_was_run():
-    f = one_by_one(noting, weight_fn=lambda x: 0.0, grad_reduction=KEEPS, **CUT)
-    close(jax.jit(f)(LEAVES, X)[1], {"w": jnp.zeros(3), "stats": LEAVES["stats"]})
-
-
-def test_a_ratio_divides_only_gradients():
-    f = one_by_one(lambda p, x: Ratio(noting(p, x) * len(x), len(x)), grad_reduction=KEEPS, **CUT)
-    close(jax.jit(f)(LEAVES, X), jax.value_and_grad(noting)(LEAVES, X))
-
-
-def test_the_largest_of_all_devices_and_no_last_of_them():
+def test_the_largest_of_all_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    options = {"num_microbatches": 2, "devices": "data"}
     with jax.set_mesh(mesh):
-        keeps = {**KEEPS, "stats": "max"}
-        _, grads = jax.jit(one_by_one(noting, grad_reduction=keeps, **options))(LEAVES, X)
-        assert grads["stats"]["largest"] == jnp.max(jnp.abs(X))
-        with pytest.raises(ValueError, match='"last" of them is not one output'):
-            one_by_one(noting, grad_reduction=KEEPS, **options)(LEAVES, X)
-
-
-@pytest.mark.parametrize(
-    ("keeps", "message"),
-    [
-        ("sum", "grad_reduction must be one of mean, max, last: 'sum'. Choose"),
-        ({"w": "mean"}, "grad_reduction must be a prefix of the tree of the parameters.*or one for each branch"),
-    ],
-)
-def test_a_grad_reduction_that_does_not_fit(keeps, message):
-    with pytest.raises(ValueError, match=message):
-        one_by_one(noting, grad_reduction=keeps, **CUT)(LEAVES, X)
+        _, grads = jax.jit(optax_accum.value_and_grad(noting, 2, devices="data"))(LEAVES, X)
+    close(grads, jax.grad(noting)(LEAVES, X))

@@ -143,7 +143,9 @@ def test_a_loss_of_each_device_needs_the_axes_in_every_way():
     mesh, tx = paths.mesh_of("Auto"), optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
     step = optax_accum.value_and_apply_gradients(loss, tx)
     ways = {
-        "Pass devices=.*for the gradient of all their rows": optax_accum.accumulate(jax.value_and_grad(loss), 1),
+        "Pass devices=.*for the gradient of all their rows": optax_accum.reduce_microbatches(
+            jax.value_and_grad(loss), 1
+        ),
         "Pass devices=.* to accumulate_gradients; or return jax.lax.pmean": lambda p, b: step(p, tx.init(p), b)[1],
     }
     for message, run in ways.items():
@@ -181,11 +183,11 @@ def per_device(run, out_specs, **options):
     "run",
     [
         lambda params, x: optax_accum.value_and_grad(gathering, 2, devices="data")(params, x)[1],
-        lambda params, x: optax_accum.accumulate(jax.grad(gathering), 2, devices="data")(params, x),
+        lambda params, x: optax_accum.reduce_microbatches(jax.grad(gathering), 2, devices="data")(params, x),
         lambda params, x: stepped(params, x)[1],
         lambda params, x: optax_accum.sharding.defer_reduction(params, "data"),
     ],
-    ids=["value_and_grad", "accumulate", "value_and_apply_gradients", "defer_reduction"],
+    ids=["value_and_grad", "reduce_microbatches", "value_and_apply_gradients", "defer_reduction"],
 )
 def test_gradients_of_different_shards_are_not_added(run):
     with pytest.raises(ValueError, match=r"must be the same on all devices along .*\['w'\].*partial"):
@@ -195,19 +197,22 @@ def test_gradients_of_different_shards_are_not_added(run):
 @pytest.mark.sweep
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_partial_gradients_of_shards_are_whole(check_vma):
-    """The remedy; and what is no gradient is added as ever."""
+    """The remedy, for a ready gradient; and what is no gradient is added as ever."""
+    partial = optax_accum.Devices("data", to="partial")
 
     def run(params, x):
-        value = optax_accum.accumulate(gathering, 2, devices="data")(params, x)
-        grad = optax_accum.value_and_grad(gathering, 2, devices=optax_accum.Devices("data", to="partial"))(params, x)[1]
+        value = optax_accum.reduce_microbatches(gathering, 2, devices="data")(params, x)
+        grad = optax_accum.reduce_microbatches(jax.grad(gathering), 2, devices=partial)(params, x)
         shared = jax.lax.psum(grad["b"], "data")
         return value, jax.tree.map(lambda leaf: leaf / 2, {**grad, "b": shared})  # a mean over two devices
 
     plain = lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
     want = jax.value_and_grad(plain)(SHARDED, GATHERED_ROWS)
-    with pytest.warns(UserWarning, match=r"takes something from the other devices of \('data',\) \(all_gather"):
-        got = per_device(run, (P(), SHARDS), check_vma=check_vma)
+    got = per_device(run, (P(), SHARDS), check_vma=check_vma)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5), got, want)
+    refused = lambda params, x: optax_accum.value_and_grad(gathering, 2, devices=partial)(params, x)[1]
+    with pytest.raises(ValueError, match=r"other devices of \('data',\) \(all_gather\w*, test_manual.py:\d+\)"):
+        per_device(refused, SHARDS, check_vma=check_vma)
 
 
 ROWS = np.random.default_rng(3).normal(size=(8, 3)).astype("f")
@@ -223,7 +228,7 @@ def ring_loss(ringed, w, x):
 
 
 @pytest.mark.parametrize("names_its_mesh", [False, True])
-@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+@pytest.mark.parametrize("way", ["value_and_grad", "reduce_microbatches", "value_and_apply_gradients"])
 def test_a_loss_with_a_shard_map_of_its_own_under_devices(way, names_its_mesh):
     """XLA's own error, in plain JAX, too: here one that says the two ways that work."""
     mesh = paths.mesh_of("Auto")
@@ -237,7 +242,7 @@ def test_a_loss_with_a_shard_map_of_its_own_under_devices(way, names_its_mesh):
 
     run = {
         "value_and_grad": optax_accum.value_and_grad(loss, 2, devices="data"),
-        "accumulate": optax_accum.accumulate(jax.grad(loss), 2, devices="data"),
+        "reduce_microbatches": optax_accum.reduce_microbatches(jax.grad(loss), 2, devices="data"),
         "value_and_apply_gradients": across,
     }[way]
     with jax.set_mesh(mesh):

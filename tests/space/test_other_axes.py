@@ -266,53 +266,42 @@ def coupled(p, b):
     return jnp.mean(jnp.sum((layer(p, x)) ** 2, -1)), x
 
 
-def test_along_the_devices_a_loss_is_run_by_micro_batches_with_a_warning():
+def by_micro_batch(p, b):
+    """The mean of two micro-batches, each of every second row."""
+    each = [jax.tree.map(lambda leaf: leaf[part::2], b) for part in range(2)]  # noqa: B023
+    return sum(coupled(p, part)[0] for part in each) / 2
+
+
+REFUSED = r"other devices of \('data',\) \(psum.*test_other_axes.py:\d+\). Leave that out: .*one batch"
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+def test_along_the_devices_a_loss_is_refused_with_what_else_to_do(check_vma):
+    """Without, the rows of all devices are one batch; or each micro-batch counts by itself."""
     only_loss = lambda p, b: coupled(p, b)[0]
-    with pytest.warns(UserWarning, match=r"other devices of \('data',\) \(psum.*test_other_axes.py.*accumulate"):
-        mapped(optax_accum.value_and_grad(only_loss, 2, devices="data"), 2)
+    for run in (
+        optax_accum.value_and_grad(only_loss, 2, devices="data"),
+        optax_accum.value_and_grad(coupled, 2, devices="data", has_aux=True),
+    ):
+        with pytest.raises(ValueError, match=rf"{REFUSED}.*jax.value_and_grad\(optax_accum.reduce_microbatches\("):
+            mapped(run, 2, check_vma=check_vma)
+    want = whole(only_loss, check_vma)
+    alone = lambda p, b: jnp.mean(jnp.sum(layer(p, b["x"] - b["x"].mean(0, keepdims=True)) ** 2, -1))
+    close(mapped(optax_accum.value_and_grad(alone, 2, devices="data"), 2, check_vma=check_vma), want)
+    if check_vma:
+        apart = jax.value_and_grad(optax_accum.reduce_microbatches(only_loss, 2, devices="data"))
+    else:  # there a gradient is that of one device, also in JAX: their mean is that of all
+        apart = optax_accum.reduce_microbatches(jax.value_and_grad(only_loss), 2, devices="data")
+    close(mapped(apart, 2, check_vma=check_vma), whole(by_micro_batch, check_vma))
+    with pytest.raises(AssertionError):
+        close(whole(by_micro_batch, check_vma), want)  # it compares something
+
+
+def test_across_calls_such_a_loss_warns_or_has_a_weight():
+    only_loss = lambda p, b: coupled(p, b)[0]
     with pytest.warns(UserWarning, match=r"counts by its rows:\n.*other devices of \('data',\).*\n.*weight_fn"):
         mapped(updated(only_loss, 2), 2, SHARDS)
     mapped(updated(only_loss, 2, weight_fn=lambda b: b["mask"].sum() + 1), 2, SHARDS)  # the remedy
-
-
-AUX = {
-    "count": lambda b: jnp.sum(b["mask"]),
-    "integer": lambda b: jnp.sum(b["y"] > 1),
-    "logits": lambda b: b["x"] * 2,
-    "mean": lambda b: jnp.mean(b["x"], 0),
-    "constant": lambda b: jnp.int32(7),
-}
-
-
-@pytest.mark.filterwarnings("ignore:A loss that takes something from the other devices")
-def test_there_aux_is_what_it_is_for_the_whole_batch():
-    """A count of 4 was 1, and logits [8, 3] came back averaged, as [2, 3]."""
-    run = optax_accum.value_and_grad(
-        lambda p, b: (coupled(p, b)[0], {name: aux(b) for name, aux in AUX.items()}), 2, devices="data", has_aux=True
-    )
-    specs = (P(), {name: P("data") if name == "logits" else P() for name in AUX}), SHARDS
-    (_, aux), _ = mapped(run, 2, specs)
-    close(aux, {name: np.asarray(fun(BATCH)) for name, fun in AUX.items()})
-
-
-REFUSED = {
-    "it depends on that": lambda x, b: x,
-    "divided by a count of its own": lambda x, b: jnp.sum(b["x"]) / jnp.sum(b["mask"]),
-    "largest": lambda x, b: jnp.max(b["x"]),
-    "no row for each example along its first axis": lambda x, b: b["x"].T,
-}
-
-
-@pytest.mark.filterwarnings("ignore:A loss that takes something from the other devices")
-@pytest.mark.parametrize("why", REFUSED)
-def test_there_aux_that_nothing_joins_is_refused_by_name(why):
-    def loss(p, b):
-        value, x = coupled(p, b)
-        return value, {"fine": jnp.sum(b["x"]), "bad": REFUSED[why](x, b)}
-
-    run = lambda p, b: optax_accum.value_and_grad(loss, 2, devices="data", has_aux=True)(p, b)[1]
-    with pytest.raises(ValueError, match=rf"at \['bad'\].*{why}.*psum.*Leave that out"):
-        mapped(run, 2, SHARDS)
 
 
 def run_with_own(loss, k=2):

@@ -102,8 +102,9 @@ def test_aux_of_each_devices_own_rows_needs_no_rule():
 
 
 @since(0, 8, 0, why="before, jax.pmap is no jax.shard_map, whose axes devices= takes (test_manual.py)")
-@pytest.mark.filterwarnings("ignore:A loss that takes something from the other devices")
-def test_aux_that_nothing_joins_over_the_devices_of_pmap_is_refused_by_name():
+def test_with_devices_a_mean_over_them_is_refused_by_name():
     run = optax_accum.value_and_grad(synchronised, 3, has_aux=True, devices="batch")
-    with pytest.raises(ValueError, match=r"at \['largest'\].*the largest of all rows.*psum.*Leave that out"):
+    with pytest.raises(
+        ValueError, match=r"other devices of \('batch',\) \(psum\w*, test_pmap.py:\d+\). Leave that out"
+    ):
         mapped(run, (None, 0))(PARAMS, DEALT[0])

@@ -797,7 +797,7 @@ def test_inside_a_shard_map_a_loss_of_own_rows_needs_devices(data_mesh):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_loss_that_communicates_runs_micro_batch_by_micro_batch(data_mesh, overlap):
+def test_a_loss_that_communicates_is_refused_and_its_remedies_are_exact(data_mesh, overlap):
     """Also where the last micro-batch's gradient is added over the devices in its backward pass."""
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
 
@@ -805,12 +805,17 @@ def test_a_loss_that_communicates_runs_micro_batch_by_micro_batch(data_mesh, ove
         x = batch["x"] - mean(batch["x"].mean(0))[None]
         return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
 
+    devices = optax_accum.Devices("data", overlap=overlap)
+    message = r"takes something from the other devices of \('data',\) \(psum\w*, test_sharded.py:\d+\)"
+    with pytest.raises(ValueError, match=f"{message}.*jax.value_and_grad.*reduce_microbatches"):
+        jax.jit(optax_accum.value_and_grad(coupled, num_microbatches=2, devices=devices))(params, batch)
+    alone = functools.partial(coupled, mean=lambda x: x)
+    got = jax.jit(optax_accum.value_and_grad(alone, num_microbatches=2, devices="data"))(params, batch)
+    close(got, jax.value_and_grad(alone)(host_params(), host_batch()))
     parts = [{"x": host_batch()["x"][part::2]} for part in range(2)]
-    by_part = lambda params: sum(coupled(params, part, lambda x: x) for part in parts) / 2
-    run = optax_accum.value_and_grad(coupled, num_microbatches=2, devices=optax_accum.Devices("data", overlap=overlap))
-    with pytest.warns(UserWarning, match="runs micro-batch by micro-batch, and each counts by its rows"):
-        got = jax.jit(run)(params, batch)
-    close(got, jax.value_and_grad(by_part)(host_params()))
+    by_part = lambda params: sum(alone(params, part) for part in parts) / 2
+    apart = optax_accum.reduce_microbatches(coupled, num_microbatches=2, devices="data")
+    close(jax.jit(jax.value_and_grad(apart))(params, batch), jax.value_and_grad(by_part)(host_params()))
 
 
 @pytest.mark.sweep
@@ -925,7 +930,7 @@ def test_a_carry_stays_the_same_on_all_devices():
     masks = (np.arange(16) >= 4).astype("f"), np.zeros(16, "f")
     options = {"batch_argnums": (1, 2), "carry_argnum": 3, "devices": "data"}
     with jax.set_mesh(mesh):
-        call = jax.jit(optax_accum.accumulate(counted, 2, weight_fn=lambda x, mask: mask.sum(), **options))
+        call = jax.jit(optax_accum.reduce_microbatches(counted, 2, weight_fn=lambda x, mask: mask.sum(), **options))
         for mask, turns in zip(masks, (2, 0), strict=True):
             value, carry = call(w, *jax.device_put((x, mask), NamedSharding(mesh, P("data"))), jnp.int32(0))
             assert {int(shard.data) for shard in carry.addressable_shards} == {turns}
@@ -947,9 +952,7 @@ def of_rows(zeros):
 def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with():
     """To JAX, zeros are the same on all devices, and what a scan makes of rows is not."""
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
-        run = lambda zeros: optax_accum.microbatched_apply(of_rows(zeros), 2, devices="data")(
-            jnp.ones(3), jnp.ones((8, 3))
-        )
+        run = lambda zeros: optax_accum.microbatched(of_rows(zeros), 2, devices="data")(jnp.ones(3), jnp.ones((8, 3)))
         with pytest.raises(TypeError) as caught:
             run(lambda x: jnp.zeros([]))
         assert "Begin with one that is made of the batch" in "".join(caught.value.__notes__)
@@ -969,7 +972,7 @@ def test_rows_of_what_closes_over_bfloat16_have_its_gradient():
     """To JAX, it is the same on all devices, and stays that."""
     w, x = jnp.ones(3, jnp.bfloat16), jnp.linspace(0, 1, 24).reshape(8, 3)
     total = lambda apply: lambda w: apply(lambda x: (x * w.astype(jnp.float32)[None]).sum(-1))(x).sum()
-    cut = lambda fun: optax_accum.microbatched_apply(fun, 2, batch_argnums=0, devices="data")
+    cut = lambda fun: optax_accum.microbatched(fun, 2, batch_argnums=0, devices="data")
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
         got = jax.jit(jax.grad(total(cut)))(w)
     np.testing.assert_allclose(

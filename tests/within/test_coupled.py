@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._within.one_by_one import one_by_one
 from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
 
@@ -167,32 +166,58 @@ def test_over_calls(mesh, kind, formed):
     check((now, state.inner_opt_state[1]), (updated, value))
 
 
-OPTIONS = [{}, {"in_place": False}]
+def number(fun):
+    """The same function, whose Ratio is divided."""
+
+    def run(params, rows):
+        found = fun(params, rows)
+        return jnp.sum(found.total) / jnp.sum(found.count) if isinstance(found, optax_accum.Ratio) else found
+
+    return run
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("mesh", "kind", "form", "how"), every_pair(TYPES, KINDS, FORMS, OPTIONS), indirect=["mesh"], ids=str
+    ("mesh", "kind", "form"),
+    sweep(every_pair(TYPES, KINDS, FORMS), but=one_of_each(every_pair(TYPES, KINDS, FORMS))),
+    indirect=["mesh"],
+    ids=str,
 )
-def test_within_a_call(mesh, kind, form, how):
+def test_within_a_call(mesh, kind, form):
     """A micro-batch is run by all devices or by none: else they would wait for one another, or pair different ones."""
     params, rows = problem()
     value, grads, _ = expected(kind, params, rows)
     weigh = count if form == "mean" else None
-    cut = one_by_one(FORMS[form](kind), num_microbatches=2, weight_fn=weigh, devices="data", **how)
+    cut = optax_accum.reduce_microbatches(FORMS[form](kind), 2, weight_fn=weigh, devices="data")
     batch = jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 2).reshape(-1, *leaf.shape[3:]), rows)  # row r: of r mod 2
-    check(jax.jit(cut)(place(mesh, params, P()), place(mesh, batch, P("data"))), (value, grads))
+    run = jax.jit(jax.value_and_grad(number(cut)))
+    check(run(place(mesh, params, P()), place(mesh, batch, P("data"))), (value, grads))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_partial_sums_of_weighed_losses(mesh, form):
-    """Each has gradients of the losses of others, of which its own weight is no factor."""
+def test_value_and_grad_refuses_them_by_name(mesh, form):
+    """For partial sums, too."""
     params, rows = problem()
-    weigh = count if form == "mean" else None
-    options = {"num_microbatches": 1, "devices": optax_accum.Devices("data", to="partial"), "weight_fn": weigh}
-    cut = jax.jit(one_by_one(FORMS[form]("statistics"), **options))
+    message = (
+        r"from the other devices of \('data',\) \(psum.*test_coupled.py:.*jax.value_and_grad\(.*reduce_microbatches"
+    )
+    for devices in ("data", optax_accum.Devices("data", to="partial")):
+        cut = jax.jit(optax_accum.value_and_grad(FORMS[form]("statistics"), 1, devices=devices))
+        with pytest.raises(ValueError, match=message):
+            cut(params, place(mesh, micro_batch(rows, 0), P("data")))
+
+
+def test_partial_sums_of_weighed_losses(mesh):
+    """Each has gradients of the losses of others, of which its own weight is no factor; a Ratio has its own count."""
+    params, rows = problem()
+    options = {"num_microbatches": 1, "devices": optax_accum.Devices("data", to="partial")}
+    first = micro_batch(rows, 0)
+    placed = place(mesh, params, P()), place(mesh, first, P("data"))
     with pytest.raises(ValueError, match="takes something from the other devices.*each device has its own weight"):
-        cut(params, place(mesh, micro_batch(rows, 0), P("data")))
+        jax.jit(optax_accum.reduce_microbatches(mean_of("statistics"), weight_fn=count, **options))(*placed)
+    cut = number(optax_accum.reduce_microbatches(ratio_of("statistics"), **options))
+    each = KINDS["statistics"](**ALONE)
+    whole = lambda params: jnp.sum(each(params, first) * first["mask"]) / jnp.sum(first["mask"])
+    check(jax.jit(jax.value_and_grad(cut))(*placed), jax.value_and_grad(whole)(params))
 
 
 def test_what_takes_nothing_adds_no_number(mesh):
