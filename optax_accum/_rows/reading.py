@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_accum._core.compilers import varying_axes
 from optax_accum._rows import constants
+from optax_accum._rows.blocks import mapped_in_blocks
 from optax_accum._rows.forms import (
     ROWS,
     TAKES,
@@ -173,6 +174,10 @@ class Reading:
     def _of(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
+        if mapped := mapped_in_blocks(equation, self.orders.makers):
+            shared, rows = mapped
+            if self.orders.keep(equation, rows):
+                return self._plain(equation, [self._spread(value, equation) for value in (*shared, *rows)])
         is_separate, why_not = self.orders.read(equation, kind)
         if why_not:
             return self._failed(equation, why_not, is_certain=True)
