@@ -31,7 +31,11 @@ class Pairs:
         if equation.differs or len(equation.outs) != 1:
             return False
         (result,), rows = equation.outs, [place for place, v in enumerate(equation.ins) if not self._is_shared(v)]
-        if result.axis != COUPLED and self.parts.keys().isdisjoint(equation.ins) and not self._adds_a_sum(equation):
+        if (
+            result.axis != COUPLED
+            and self.parts.keys().isdisjoint(equation.ins)
+            and not (rows and self._adds_a_sum(equation))
+        ):
             return False
         if rows and self.orders.neutral.issuperset(equation.ins[place] for place in rows):
             return False
