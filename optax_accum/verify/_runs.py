@@ -282,10 +282,10 @@ class StepRuns:
 
     def _counts(self, parts: Rows) -> list[list[float]]:
         """What losses divide by, for each micro-batch: its rows, sums of masks, and numbers of entries that count."""
-        leaves = zip(*(map(np.asarray, jax.tree.leaves(self.of(rows))) for rows in parts), strict=True)
+        leaves = zip(*(jax.tree.leaves(self.of(rows)) for rows in parts), strict=True)
         counts = [[float(len(rows)) for rows in parts]]
         for leaf in leaves:
-            if all(each.dtype.kind in "biuf" for each in leaf):
+            if all(isinstance(each, np.ndarray) and each.dtype.kind in "biuf" for each in leaf):  # keys are not
                 is_mask = all(np.all(each >= 0) for each in leaf)
                 counts += [[float(np.sum(each)) for each in leaf]] if is_mask else []
                 counts += [[float(np.sum(each > 0)) for each in leaf], [float(np.sum(each >= 0)) for each in leaf]]

@@ -1,5 +1,6 @@
 """Does a step that speaks NumPy get what its batch is made of, untraced, and is it judged as one of JAX?"""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -119,6 +120,13 @@ def test_a_fault_behind_a_clip_that_acts(what, optimizer, number):
     loop = verify_numpy.problem(number, what, "norm")
     assert f"{what}, {optimizer}, norm" in loop.name
     assert verify_numpy.verdict(loop) == loop.kind
+
+
+def test_a_batch_may_hold_keys():
+    """They are no counts."""
+    loop = verify_numpy.problem(14, "other weights", "norm")
+    batch = loop.batch | {"key": jax.random.split(jax.random.key(0), len(loop.batch["x"]))}
+    assert verify_numpy.verdict(dataclasses.replace(loop, batch=batch)) == loop.kind
 
 
 MANY = [
