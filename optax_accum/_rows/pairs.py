@@ -31,11 +31,7 @@ class Pairs:
         if equation.differs or len(equation.outs) != 1:
             return False
         (result,), rows = equation.outs, [place for place, v in enumerate(equation.ins) if not self._is_shared(v)]
-        if (
-            result.axis != COUPLED
-            and self.parts.keys().isdisjoint(equation.ins)
-            and not (rows and self._adds_a_sum(equation))
-        ):
+        if self.parts.keys().isdisjoint(equation.ins) and not self._begins(equation, rows):
             return False
         if rows and self.orders.neutral.issuperset(equation.ins[place] for place in rows):
             return False
@@ -46,9 +42,12 @@ class Pairs:
         self.parts[result] = self._of(equation, rows)
         return True
 
-    def _adds_a_sum(self, equation: Equation) -> bool:
-        """Whether an operation adds one sum over rows to each row, or subtracts it."""
-        return equation.name in ("add", "sub") and any(v.axis is None and self.form_of(v).sums for v in equation.ins)
+    def _begins(self, equation: Equation, rows: Sequence[int]) -> bool:
+        """Whether an operation makes pairs, or adds one sum over rows to each row; a slice of rows makes no pairs."""
+        if len(_growing_result(equation)) > 1:
+            return equation.name in _RULES
+        is_added = equation.name in ("add", "sub") and equation.outs[0].axis != COUPLED
+        return is_added and bool(rows) and any(v.axis is None and self.form_of(v).sums for v in equation.ins)
 
     def _is_shared(self, value: Value) -> bool:
         """Whether all rows, or pairs, have the same of a value."""
