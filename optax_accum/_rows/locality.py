@@ -180,7 +180,7 @@ def _rule_is_local(view: View) -> bool:
     if not (view.asks_rules and (is_forward or is_backward)) or (view.moves is not None and not any(view.moves)):
         return True
     try:
-        traces = _derivative_of(view)
+        traces = derivative_of_rule(view)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     if is_forward:
@@ -188,7 +188,8 @@ def _rule_is_local(view: View) -> bool:
     return adds_up(*traces, view.rows)
 
 
-def _derivative_of(view: View) -> tuple[Any, Any]:
+def derivative_of_rule(view: View) -> tuple[Any, Any]:
+    """The traces, for n rows and for 2 n, of the derivative that a user wrote for an equation's function."""
     single, double, moves = view.single, view.double, view.moves
     if view.name == "custom_jvp_call":
         return derivative_of(single, double, forward, moves)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_accum._rows import apart
+from optax_accum._rows import constants
 from optax_accum._rows.levels import Kind
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
@@ -86,6 +86,13 @@ class Orders:
         self.of.update((value, order) for value in equation.outs if value.axis is not None and order != OWN)
         return True, order.why_not if kind is Kind.PARTIAL else None
 
+    def keep(self, equation: Equation, rows: Sequence[Value]) -> bool:
+        """Notes that an equation has its rows in the order of these values; False if they have several."""
+        orders = {self.order(value) for value in rows if value not in self.alike}
+        is_one = len(orders) == 1 and not self.neutral.intersection(rows)
+        self.of.update((value, order) for value in equation.outs for order in orders if is_one and order != OWN)
+        return is_one
+
     def order(self, value: Value) -> Order:
         return self.of.get(value, OWN)
 
@@ -99,7 +106,9 @@ class Orders:
         certain = known[0] if known and None not in known else None
         if all(value.axis != COUPLED for value in equation.outs):
             is_reduced = equation.name.startswith(_REDUCES) and certain is not None
-            if not is_reduced and equation.name == "concatenate" and BY_PLACE in known:  # a roll
+            makers = [self.makers.get(value) for value in equation.ins]
+            are_slices = all(made is not None and made.name == "slice" for made in makers)
+            if not is_reduced and equation.name == "concatenate" and are_slices and BY_PLACE in known:  # a roll
                 self.of.update(dict.fromkeys(equation.outs, Order(equation)))
             return False, certain if is_reduced else None
         if not known:
@@ -114,17 +123,19 @@ class Orders:
         if equation.name == "not" and equation.ins[0] in self.other_groups:
             self.other_groups[equation.outs[0]] = 1 - self.other_groups[equation.ins[0]]
         self.coupled.update(dict.fromkeys(equation.outs, certain))
-        return False, certain if apart.reduces_growing(equation) else None
+        return False, certain if constants.reduces_growing(equation) else None
 
     def _known(self, equation: Equation, rows: Sequence[Value]) -> list[str | None]:
         """Why a reduction of each operand is certainly none of rows; None for each of which that is not known."""
         known = [self.coupled[value] for value in rows if value in self.coupled]
         if equation.name == "select_n":
             cases = self._cases_apart(equation)
-            return known if cases is None else [apart.of_choice(cases, list(map(self.coupled.get, equation.ins[1:])))]
+            return (
+                known if cases is None else [constants.of_choice(cases, list(map(self.coupled.get, equation.ins[1:])))]
+            )
         if equation.name in _PRODUCTS:
             masks = [place for place, value in enumerate(equation.ins) if value in self.neutral]
-            entries = [apart.entries_apart(equation, place, self.makers) for place in masks]
+            entries = [constants.entries_apart(equation, place, self.makers) for place in masks]
             return known if all(each is None or any(each) for each in entries) else [None]
         return known
 
@@ -133,7 +144,7 @@ class Orders:
         test = equation.ins[0]
         if test in self.other_groups:
             return [self.other_groups[test]]
-        return apart.entries_apart(equation, 0, self.makers) if test in self.neutral else None
+        return constants.entries_apart(equation, 0, self.makers) if test in self.neutral else None
 
     # Indices
 

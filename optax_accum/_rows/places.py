@@ -1,10 +1,14 @@
-"""Where in the user's code an equation comes from: a file and a line, found among the frames of its traceback."""
+"""Where in the user's code an equation comes from: a file and a line, found among the frames of its traceback.
 
+An error inside the engine says the line of the loss, too, whose fault it is, and which call is right meanwhile.
+"""
+
+import contextlib
 import functools
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -103,3 +107,20 @@ def _folders() -> list[pathlib.PurePath]:
     files = [module.__file__ for module in modules if module is not None and module.__file__]
     packages = [pathlib.PurePath(file).parent for file in files]
     return [*packages, pathlib.PurePath(sysconfig.get_paths()["stdlib"])]
+
+
+_FAULT = (
+    "If jax.value_and_grad does not raise for this loss, this is a fault of optax_accum: please report it. Meanwhile "
+    "optax_accum.value_and_grad(loss, 1) gives the exact gradient: it runs all rows at once."
+)
+
+
+@contextlib.contextmanager
+def explained(equation: Any) -> Generator[None]:
+    """Adds a note to an error in the evaluation of an equation: its line is `equation.place`."""
+    try:
+        yield
+    except Exception as error:
+        if not any(_FAULT in note for note in getattr(error, "__notes__", [])):
+            error.add_note(f"The loss was computed micro-batch by micro-batch, at {equation.place}. {_FAULT}")
+        raise

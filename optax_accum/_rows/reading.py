@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_accum._core.compilers import varying_axes
 from optax_accum._rows import constants
+from optax_accum._rows.blocks import mapped_in_blocks
 from optax_accum._rows.forms import (
     ROWS,
     TAKES,
@@ -33,6 +34,7 @@ from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.orders import Orders
 from optax_accum._rows.pairing import paired
+from optax_accum._rows.pairs import Pairs
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED, equal
 
@@ -45,6 +47,7 @@ class Reading:
         self.along = along
         self.levels, self.model, self.rows, self.rule_of = levels, set(levels.model), levels.program.rows, rule_of
         self.orders = Orders(levels.model)
+        self.pairs = Pairs(self.orders, self.form)
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
@@ -173,7 +176,13 @@ class Reading:
     def _of(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
+        if mapped := mapped_in_blocks(equation, self.orders.makers):
+            shared, rows = mapped
+            if self.orders.keep(equation, rows):
+                return self._plain(equation, [self._spread(value, equation) for value in (*shared, *rows)])
         is_separate, why_not = self.orders.read(equation, kind)
+        if self.pairs.read(equation):
+            return self._of_pairs(equation)
         if why_not:
             return self._failed(equation, why_not, is_certain=True)
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
@@ -208,6 +217,18 @@ class Reading:
     def _failed(self, equation: Equation, text: str, *, is_certain: bool = False) -> Form:
         """A result that does not add up; reading goes on, to find other reasons."""
         return _because(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
+
+    def _of_pairs(self, equation: Equation) -> Form:
+        """The form of a sum of parts; until it is reduced over all rows, only what is linear takes parts by parts."""
+        (result,) = equation.outs
+        parts = self.pairs.parts[result]
+        if parts is None or result.axis == COUPLED:
+            return self._failed(equation, f"{equation.name} of all rows at once")
+        form = added(parts.values())
+        if result.axis is None or not form.sums:
+            del self.pairs.parts[result]
+            return form
+        return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
         """A result of which only this is known: separate rows stay separate."""

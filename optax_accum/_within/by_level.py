@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, evaluation
-from optax_accum._rows import derivatives, faults, layers, resized
+from optax_accum._rows import derivatives, layers, resized
 from optax_accum._rows.division import ADDS
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels, Loop
+from optax_accum._rows.places import explained
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
@@ -47,7 +48,7 @@ def evaluated(
 
 
 def run_once(equation: Equation, levels: Levels, store: Store) -> None:
-    with faults.explained(equation):
+    with explained(equation):
         _run_once(equation, levels, store)
 
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, dtypes, evaluation
-from optax_accum._rows import faults, locality, resized
+from optax_accum._rows import locality, resized
 from optax_accum._rows.division import ADDS
 from optax_accum._rows.levels import Bodies, Body, Kind, Levels
+from optax_accum._rows.places import explained
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
 from optax_accum._rows.units import Units
@@ -24,7 +25,7 @@ def evaluate_some(
     """Evaluates equations for the rows of these units: adds their results to `env`."""
     parts: set[Value] = set()
     for equation in equations:
-        with faults.explained(equation):
+        with explained(equation):
             values = [read(env, value) for value in equation.ins]
             if equation in known.bodies:
                 results = _inside(equation)(equation, known.bodies[equation], units, values, numbers)

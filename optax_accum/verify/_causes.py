@@ -105,7 +105,7 @@ def _of_pair(runs: StepErrors, copied: np.ndarray, one: np.ndarray) -> windows.S
         for slot in seen.linear:
             (came, off), (right, fits) = seen.combined(slot, of=found), seen.combined(slot)
             if max(off, fits) < seen.near:
-                return Shares(came, right, [k - 1, 1], seen.near)
+                return Shares(came, right, e.counts, seen.near)
         return None
 
     places = list(filter(None, map(shares, range(k))))

@@ -41,7 +41,7 @@ class Explanations:
     few: bool  # whether too few entries change to tell one combination of micro-batches from another
     loose: float = NEAR
     fine: float = 0.0  # the distance that rounding may make
-    sizes: list[int] = dataclasses.field(default_factory=list)  # the rows of each micro-batch
+    counts: list[list[float]] = dataclasses.field(default_factory=list)  # of rows in each micro-batch, of tokens, ...
     partial: bool = False  # whether NaN stands for what a clip hides: only the rest is compared
 
     @property

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from optax_accum._arguments.rows import of_rows
@@ -277,8 +278,18 @@ class StepRuns:
         def unions() -> Any:
             return [each[0], *between(), whole]
 
-        sizes = list(map(len, parts))
-        return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine, sizes)
+        return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine, self._counts(parts))
+
+    def _counts(self, parts: Rows) -> list[list[float]]:
+        """What losses divide by, for each micro-batch: its rows, sums of masks, and numbers of entries that count."""
+        leaves = zip(*(jax.tree.leaves(self.of(rows)) for rows in parts), strict=True)
+        counts = [[float(len(rows)) for rows in parts]]
+        for leaf in leaves:
+            if all(isinstance(each, np.ndarray) and each.dtype.kind in "biuf" for each in leaf):  # keys are not
+                is_mask = all(np.all(each >= 0) for each in leaf)
+                counts += [[float(np.sum(each)) for each in leaf]] if is_mask else []
+                counts += [[float(np.sum(each > 0)) for each in leaf], [float(np.sum(each >= 0)) for each in leaf]]
+        return counts
 
     def settle(self) -> None:
         """Finds out for both steps whether they can be run again."""

@@ -7,6 +7,7 @@ import numpy as np
 from optax_accum.verify._explanations import EDGE
 
 Said = tuple[str, str]  # the name of a fault, and the evidence
+AS_LONG = "Each is made as long as the others before it is added."
 
 
 class Shares(NamedTuple):
@@ -14,7 +15,7 @@ class Shares(NamedTuple):
 
     came: list[float]
     right: list[float]
-    sizes: list[int]  # the rows of the micro-batches
+    counts: list[list[float]]  # what a loss may divide by: the rows of the micro-batches, and counts in the batch
     near: float
 
     @property
@@ -82,14 +83,31 @@ class Shares(NamedTuple):
         kind, says = "wrong weights", f"{self.says}; in the whole batch for {listed(self.right)}."
         if by_place:
             kind, says = "weighed by place", f"{says} In the opposite order they count otherwise."
-        elif self.clipped or _equal(self.came, self.near) or self._as_rows:  # behind a clip, equal ones look unequal
+        elif self._as_counts if self.clipped else _equal(self.came, self.near) or self._as_rows:
             kind = "mean of means"
+        elif self.clipped and _equal(self.came, self.near):
+            kind, says = "clipping at each micro-step", f"{says} {AS_LONG}"
         return kind, says
 
     @property
     def _as_rows(self) -> bool:
-        return bool(self.sizes) and _equal(
-            [came / rows for came, rows in zip(self.came, self.sizes, strict=True)], self.near
+        return any(self._goes_with(self.came, rows) for rows in self.counts[:1])
+
+    @property
+    def _as_counts(self) -> bool:
+        """Whether they are as if each counted the same, and in the whole batch as a count in the batch.
+
+        Behind a clip that makes all gradients equally long, those that count the same look unequal. What they should
+        count, divided by that, is their number of rows or tokens.
+        """
+        if not self.positive:
+            return False
+        should = [right / came for came, right in zip(self.came, self.right, strict=True)]
+        return any(self._goes_with(should, count) for count in self.counts)
+
+    def _goes_with(self, numbers: list[float], count: list[float]) -> bool:
+        return min(count) > 0 and _equal(
+            [number / each for number, each in zip(numbers, count, strict=True)], self.near
         )
 
 

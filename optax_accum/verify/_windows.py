@@ -196,7 +196,7 @@ def fitted(w: WindowView) -> Iterator[Said]:
     slots = [] if e.few or k == 1 else [*w.linear, *e.roots, *([] if w.linear else filter(e.large, e.slots))]
     for slot in slots:
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
-        shares = Shares(came, right, e.sizes, near)
+        shares = Shares(came, right, e.counts, near)
         if off >= near or shares.negative or e.distance(w.found, e.whole, slot) < near:
             continue
         if fits >= near:

@@ -1,5 +1,6 @@
 """What is said of losses across calls: exact, not exact, or cannot be read; `explain` and the step say the same."""
 
+import itertools
 import warnings
 
 import jax
@@ -121,6 +122,22 @@ def head_in_chunks_masked(p, b):
 
     (s, c), _ = lax.scan(f, (0.0, 0.0), (x, m, t))
     return s / c
+
+
+def row(p, x, y):
+    return (jax.nn.relu(x @ p["w"]) @ p["v"] - y) ** 2
+
+
+@exact
+def map_in_blocks(p, b):
+    """Of eight rows, two are left after two blocks of three; of three, none; of five, two."""
+    return jnp.mean(lax.map(lambda each: row(p, *each), (b["x"], b["y"]), batch_size=3))
+
+
+@exact
+def map_in_blocks_masked(p, b):
+    each = lax.map(lambda x: jnp.where(x[0] > 0, jax.nn.softmax(x @ p["w"])[0], x @ p["v"]), b["x"], batch_size=3)
+    return jnp.sum(b["m"] * each) / jnp.sum(b["m"])
 
 
 @exact
@@ -509,7 +526,185 @@ def sums_of_a_mask(p, b):
     return jnp.sum(jnp.cumsum(b["m"])) + jnp.mean(per(p, b))
 
 
+# Pairs of rows: what is linear in each row adds up
+
+
+def gate(p, b):
+    return jnp.tanh(b["h"][:, 0] @ p["v"])
+
+
+@exact
+def mean_of_sums_of_pairs(p, b):
+    """It was called not exact, as were the next six."""
+    return jnp.mean(per(p, b)[:, None] + gate(p, b)[None])
+
+
+@exact
+def differences_of_pairs_masked(p, b):
+    pairs = (b["m"] * per(p, b))[:, None] - (b["m"] * gate(p, b))[None]
+    return jnp.sum(pairs) / b["m"].sum() / len(b["y"])
+
+
+@exact
+def differences_of_vectors(p, b):
+    return jnp.mean(jnp.sum(net(p, b["x"])[:, None] - b["h"][:, 0][None], -1))
+
+
+@exact
+def rows_by_a_constant_matrix(p, b):
+    return jnp.mean(per(p, b)[:, None] * jnp.full((len(b["y"]),) * 2, 2.0))
+
+
+@exact
+def less_their_mean(p, b):
+    return jnp.mean(2 * per(p, b) - gate(p, b).mean())
+
+
+@cannot_be_read
+def sums_of_pairs_in_a_line(p, b):
+    return jnp.mean((per(p, b)[:, None] - gate(p, b)[None]).reshape(-1))
+
+
+@cannot_be_read
+def beside_a_triangle(p, b):
+    return jnp.mean(per(p, b)[:, None] + jnp.tri(len(b["y"])))
+
+
+@not_exact
+def products_of_pairs(p, b):
+    return jnp.mean(per(p, b)[:, None] * gate(p, b)[None])
+
+
+@not_exact
+def masked_pairs(p, b):
+    return jnp.sum(b["m"][:, None] * (per(p, b)[:, None] - gate(p, b)[None])) / len(b["y"]) ** 2
+
+
+@not_exact
+def rows_by_a_triangle(p, b):
+    return jnp.sum(per(p, b)[:, None] * jnp.tri(len(b["y"]))) / len(b["y"])
+
+
 # What is said of them
+
+
+LEFT = {"rows": lambda f: f[:, None], "all": lambda f: jnp.broadcast_to(f[:, None], (len(f), len(f)))}
+RIGHT = {
+    "rows": lambda f, g: g[None],
+    "ones": lambda f, g: jnp.ones((1, len(f))),
+    "matrix": lambda f, g: jnp.full((len(f), len(f)), 2.0),
+    "number": lambda f, g: 2.0,
+    "mean": lambda f, g: g.mean(),
+}
+LINEAR = {
+    "as it is": lambda pairs: pairs,
+    "turned": lambda pairs: -pairs.T,
+    "scaled": lambda pairs: 3 * pairs / len(pairs) * len(pairs),
+    "less": lambda pairs: pairs - pairs.mean(1, keepdims=True),
+}
+CURVED = {
+    "tanh": jnp.tanh,
+    "abs": jnp.abs,
+    "square": jnp.square,
+    "softplus": lambda pairs: jax.nn.softplus(pairs.T / len(pairs)),
+    "products": lambda pairs: pairs * pairs.T,
+    "centred": lambda pairs: (pairs - pairs.mean(1, keepdims=True)) ** 2,
+}
+REDUCED = {
+    "mean": jnp.mean,
+    "by rows": lambda pairs: jnp.mean(pairs.mean(1)),
+    "by columns": lambda pairs: pairs.sum(0).sum() / len(pairs) ** 2,
+}
+
+
+def of_pairs(left, right, sign, then, reduced):
+    def loss(p, b):
+        f, g = per(p, b), gate(p, b)
+        return REDUCED[reduced](then(LEFT[left](f) + sign * RIGHT[right](f, g)))
+
+    return loss
+
+
+@pytest.mark.parametrize("then", sweep(LINEAR, but=["as it is"]))
+@pytest.mark.parametrize("right", RIGHT)
+def test_a_sum_of_single_rows_over_all_pairs_is_exact(right, then):
+    """Whatever is added, and however it is reduced; unless it is of one row, and no number of rows."""
+    for left, sign, reduced in itertools.product(LEFT, (1, -1), REDUCED):
+        if left == "rows" and right in ("number", "mean"):
+            continue  # which has one column, and not one for each row
+        loss = of_pairs(left, right, sign, LINEAR[then], reduced)
+        assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "exact", (left, sign, reduced)
+        grads = [jax.grad(loss)(PARAMS, part) for part in parted((3, 5))]
+        mean = jax.tree.map(lambda *leaves: np.average(leaves, 0, (3, 5)), *grads)
+        for a, b in zip(jax.tree.leaves(mean), jax.tree.leaves(jax.grad(loss)(PARAMS, BATCH)), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("then", sweep(CURVED, but=["square", "products"]))
+def test_what_compares_rows_is_not_exact(then):
+    for sign, reduced in itertools.product((1, -1), REDUCED):
+        loss = of_pairs("rows", "rows", sign, CURVED[then], reduced)
+        assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "not exact", (sign, reduced)
+
+
+def by_hand(p, b, *, first=row, last=row, skipped=0, y=lambda y: y, joined=lambda blocks, rest: [blocks, rest]):
+    """A map in blocks of three of eight rows, and the rest, as JAX writes it; or something like it."""
+    x, y, end = b["x"], y(b["y"]), len(b["x"]) // 3 * 3
+    begin = end + skipped
+    xs, ys = x[:end].reshape(-1, 3, D), y[:end].reshape(-1, 3)
+    blocks = lax.map(lambda each: jax.vmap(lambda *each: first(p, *each))(*each), (xs, ys)).reshape(-1)
+    rest = jax.vmap(lambda *each: last(p, *each))(x[begin:], y[begin:])
+    return jnp.sum(b["m"] * jnp.concatenate(joined(blocks, rest))[: len(x)]) / jnp.sum(b["m"])
+
+
+def otherwise(p, x, y):
+    """The same operations, of other values."""
+    return (jax.nn.relu(x @ p["w"].T.T) @ p["v"] - y) ** 2
+
+
+def by_other_parameters(p, x, y):
+    return row(p | {"v": p["s"][0]}, x, y)
+
+
+@jax.custom_jvp
+def rectified(x):
+    return jax.nn.relu(x)
+
+
+@rectified.defjvp
+def _(primals, tangents):
+    return rectified(*primals), 2 * tangents[0]
+
+
+other_relu = jax.custom_jvp(rectified.fun)
+other_relu.defjvp(lambda primals, tangents: (other_relu(*primals), 3 * tangents[0]))
+IMPOSTORS = {
+    "joined in the other order": {"joined": lambda blocks, rest: [rest, blocks]},
+    "overlapping": {"skipped": -1},
+    "a row left out": {"skipped": 1, "joined": lambda blocks, rest: [blocks[:1], blocks, rest]},
+    "other parameters for the rest": {"last": by_other_parameters},
+    "other operations for the rest": {"last": otherwise},
+    "another derivative for the rest": {
+        "first": lambda p, x, y: (rectified(x @ p["w"]) @ p["v"] - y) ** 2,
+        "last": lambda p, x, y: (other_relu(x @ p["w"]) @ p["v"] - y) ** 2,
+    },
+    "one operand in another order": {"y": lambda y: y[::-1]},
+    "one operand sorted": {"y": jnp.sort},
+}
+
+
+def test_a_map_in_blocks_may_be_written_by_hand():
+    """The impostors below are like it."""
+    assert optax_accum.explain(by_hand, PARAMS, BATCH).verdict == "exact"
+
+
+@pytest.mark.parametrize("name", IMPOSTORS)
+def test_what_only_looks_like_a_map_in_blocks_is_not_called_exact(name):
+    def loss(p, b):
+        return by_hand(p, b, **IMPOSTORS[name])
+
+    assert optax_accum.explain(loss, PARAMS, BATCH).verdict != "exact"
+
 
 ROUNDED = {"bf16": 1e-2, "bf16_back": 1e-2, "bf16_masked": 2e-2, "f16": 1e-2}
 
@@ -537,6 +732,9 @@ KINDS = {
     "exact": [
         "dropless",
         "head_in_chunks_masked",
+        "map_in_blocks_masked",
+        "mean_of_sums_of_pairs",
+        "differences_of_pairs_masked",
         "guidance",
         "class_token",
         "keras_mean",
@@ -553,6 +751,7 @@ KINDS = {
         "expert_capacity",
         "batchnorm",
         "hardest_triplet",
+        "products_of_pairs",
     ],
     "cannot be read": ["rows_of_one_group", "log_of_mean", "table_rows", "diagonal_by_a_product"],
 }

@@ -69,6 +69,31 @@ def test_what_partial_sums_return_in_a_shard_map(mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, jax.tree.map(np.asarray, rows))
 
 
+def drawn(w, x, keys):
+    """Numbers of a key, of one of the old style, and of several: one for each row."""
+    draw = lambda key: jax.random.normal(key, x.shape[:1])
+    noise = draw(keys["one"]) + 10 * draw(keys["old"]) + 100 * jax.vmap(draw)(keys["several"]).sum(0)
+    return jnp.mean((x @ w) * noise), noise
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_partial_sums_have_random_numbers_of_their_own(mesh, k):
+    """The same rows on two devices: each has the index of its device in every key."""
+    keys = {"one": jax.random.key(0), "old": jax.random.PRNGKey(1), "several": jax.random.split(jax.random.key(2), 3)}
+    w, x = jnp.arange(3.0), np.random.default_rng(0).normal(size=(4, 3)).astype("f")
+    f = optax_accum.value_and_grad(drawn, k, devices=optax_accum.Devices("data", to="partial"), has_aux=True)
+    (_, noise), grads = jax.jit(f)(w, paths.on_mesh(mesh, np.concatenate([x, x]), P("data")), keys)
+    fold = lambda device: {
+        "one": jax.random.fold_in(keys["one"], device),
+        "old": jax.random.fold_in(keys["old"], device),
+        "several": jax.vmap(jax.random.fold_in, (0, None))(keys["several"], device),
+    }
+    of_device = [jax.value_and_grad(drawn, has_aux=True)(w, x, fold(device)) for device in range(2)]
+    np.testing.assert_allclose(noise, np.concatenate([own for (_, own), _ in of_device]), rtol=1e-5)
+    np.testing.assert_allclose(grads, np.stack([grad for _, grad in of_device]), rtol=1e-4)
+    assert np.min(np.abs(noise[:4] - noise[4:])) > 1e-3
+
+
 POLICIES = every_pair(["Auto", "Explicit"], ["skip", "omit", "discard"], [1, 2])
 
 

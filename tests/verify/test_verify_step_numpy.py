@@ -1,5 +1,6 @@
 """Does a step that speaks NumPy get what its batch is made of, untraced, and is it judged as one of JAX?"""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -107,6 +108,9 @@ BEHIND = [
     ("sums stay", "adagrad", 301),
     ("updates are averaged", "lion", 87),
     ("updates are averaged", "normalised", 53),
+    ("other weights", "warm-up", 14),  # no count in the batch is what they would be if each counted the same
+    ("other weights", "lion", 329),
+    ("each by leaf", "normalised", 69),
 ]
 
 
@@ -116,6 +120,13 @@ def test_a_fault_behind_a_clip_that_acts(what, optimizer, number):
     loop = verify_numpy.problem(number, what, "norm")
     assert f"{what}, {optimizer}, norm" in loop.name
     assert verify_numpy.verdict(loop) == loop.kind
+
+
+def test_a_batch_may_hold_keys():
+    """They are no counts."""
+    loop = verify_numpy.problem(14, "other weights", "norm")
+    batch = loop.batch | {"key": jax.random.split(jax.random.key(0), len(loop.batch["x"]))}
+    assert verify_numpy.verdict(dataclasses.replace(loop, batch=batch)) == loop.kind
 
 
 MANY = [
