@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from benchmarks import _decoder, _in_place, _many_devices, _measure, _one_device, fsdp
+from benchmarks import _batch_norms, _decoder, _in_place, _many_devices, _measure, _one_device, fsdp
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
@@ -37,6 +37,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "offload": _one_device.offloaded,
     "decoder": _decoder.decoders,
     "in place": _in_place.memory,
+    "BatchNorm": _batch_norms.norms,
     "cut": _one_device.cuts,
     "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
@@ -106,6 +107,7 @@ def targets(record: dict[str, Any]) -> str:
     through = [{name: flow[i][name] + flow[i + 1][name] for name in flow[i]} for i in (0, 2)]
     inside = {name: list(facts["in place"].values()) for name, facts in record.items() if "in place" in facts}
     beyond = lambda base, way: {name: max(row[way] - row[base] for row in rows) for name, rows in inside.items()}
+    norms = lambda case, fact: read("BatchNorm", f"{case}, value_and_grad, recompute=0.6", f"{fact} / whole")
     four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
     between = [read("HSDP", f"{way}, k = 8", "between replicas, P") for way in (_many_devices.ONCE, fsdp.SCAN)]
@@ -125,6 +127,12 @@ def targets(record: dict[str, Any]) -> str:
         ("in place, temporary memory beyond one micro-batch's, P", beyond("one micro-batch, P", "in place, P"), 0.05),
         ("statistics, beyond that, P", beyond("in place, P", "with statistics, P"), 0.02),
         ("bfloat16 parameters, float32 sums, tied and checkpointed, k = 4: temporary memory, P", four, 0.55),
+        ("8 BatchNorms, temporary memory / the whole batch's", norms("8 layers", "temporary"), 0.4),
+        ("the same, bytes moved", norms("8 layers", "moved"), 2.2),
+        ("24 BatchNorms, temporary memory / the whole batch's", norms("24 layers", "temporary"), 0.3),
+        ("the same, bytes moved", norms("24 layers", "moved"), 2.1),
+        ("ResNet-50, temporary memory / the whole batch's", norms("ResNet-50", "temporary"), 0.35),
+        ("the same, bytes moved", norms("ResNet-50", "moved"), 2.6),
         ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),
         ("the same, k = 32 / k = 2", ratio(through[1], through[0]), 1),
         ("HSDP, k = 8: bytes between replicas / those of a scan by hand", ratio(*between), 1 / 8),

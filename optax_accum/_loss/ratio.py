@@ -67,8 +67,8 @@ class Ratio:
       * With `has_aux` or `carry_argnum`: the `Ratio` stands where the loss
         does; `"mean"` of `aux` is weighted by its count, or with a dict of
         them by rows.
-      * A `Ratio` in `aux`, or in what `reduce_microbatches` returns: totals and
-        counts are added.
+      * A `Ratio` in `aux`, or in what `reduce_microbatches` returns: totals
+        and counts are added.
 
       Known when running:
 

@@ -35,7 +35,8 @@ class Devices:
       to: where the sum goes: to all devices (None); as `PartitionSpec`s or
         `NamedSharding`s say, a prefix of the parameters' tree, such as
         `shard_over(params, "data")` (ZeRO-1); `"partial"`, in
-        `value_and_grad` and `reduce_microbatches`, leaves each device its own sum.
+        `value_and_grad` and `reduce_microbatches`, leaves each device its
+        own sum.
       dtype: in which gradients cross the network: bfloat16 halves the
         bytes. By default the dtype of the sums.
       overlap: whether the backward pass of the last micro-batch adds the

@@ -64,7 +64,7 @@ def value_and_grad(
     not move.
 
     Micro-batches that count each by itself (ghost BatchNorm) are another
-    mean: `jax.value_and_grad(optax_accum.reduce_microbatches(loss, k))`. So are those of
+    mean: `jax.value_and_grad(reduce_microbatches(loss, k))`. So are those of
     a loss that takes something from the other `devices`, inside
     `jax.shard_map`: it is refused here. A collective along any other axis
     (tensor parallelism) treats rows one by one.

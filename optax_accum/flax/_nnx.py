@@ -107,7 +107,7 @@ def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -
 def reduce_microbatches(
     fun: Callable[..., Any], num_microbatches: int | None = None, *, wrt: Any = nnx.Param, **options: Any
 ) -> Callable[..., Any]:
-    """Does what `optax_accum.reduce_microbatches` does, for a function of a module.
+    """Does what `optax_accum.reduce_microbatches` does, with an NNX module.
 
     Pass an `nnx.value_and_grad(loss)`, an evaluation, or any other function
     of a batch. If you have the loss, `value_and_grad` needs less memory.
@@ -118,9 +118,9 @@ def reduce_microbatches(
       num_microbatches: as in `optax_accum.reduce_microbatches`; or
         `microbatch_size`.
       wrt: the variables that `fun` differentiates, or only reads.
-      **options: those of `optax_accum.reduce_microbatches`: `microbatch_size`,
-        `weight_fn`, `reduction`, ...; the positions in them are those in
-        `fun`, the model being 0.
+      **options: those of `optax_accum.reduce_microbatches`:
+        `microbatch_size`, `weight_fn`, `reduction`, ...; the positions in
+        them are those in `fun`, the model being 0.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does,

@@ -1,7 +1,7 @@
 """For Flax NNX: an optimizer and a train step.
 
-For a train step of your own, use `value_and_grad` or `reduce_microbatches`, and
-compile it with `nnx.jit` or `jit_step`.
+For a train step of your own, use `value_and_grad` or
+`reduce_microbatches`, and compile it with `nnx.jit` or `jit_step`.
 """
 
 from optax_accum.flax._nnx import reduce_microbatches, value_and_grad

@@ -30,8 +30,8 @@ handles the other mesh axes.
   reduction is a reduce-scatter, each device updates its shard, and the
   parameters are gathered afterwards (ZeRO-1). With several `argnums`, a
   tuple of such.
-* `"partial"`, for `value_and_grad` and `reduce_microbatches`: nowhere. Loss,
-  gradients and outputs are those of each device, [d, ...] (inside
+* `"partial"`, for `value_and_grad` and `reduce_microbatches`: nowhere.
+  Loss, gradients and outputs are those of each device, [d, ...] (inside
   `jax.shard_map` its own [...]).
 
 `Devices(axes, dtype=jnp.bfloat16)` sends half the bytes: each device rounds

@@ -37,7 +37,7 @@ def traced(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
 
 def traced_gradient(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
     """The program of a loss and its gradient, as `value_and_grad` runs it."""
-    rules = as_rules(loss, parts, of_whole_batch=True)
+    rules = as_rules(loss, parts)
     return whole_batch.traced_gradient(rules, rules.roles.bind((params, batch), {}), Device())
 
 

@@ -128,7 +128,7 @@ def values(depth=DEPTH, dtype=jnp.float32, rows=ROWS):
 
 
 def levels(loss, recompute, **options):
-    rules = as_rules(loss, 4, recompute=recompute, of_whole_batch=True)
+    rules = as_rules(loss, 4, recompute=recompute)
     return whole_batch.traced_gradient(rules, rules.roles.bind(values(**options), {}), Device()).levels
 
 
