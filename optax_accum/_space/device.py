@@ -178,7 +178,7 @@ class Device:
             raise ValueError(
                 f"A loss that takes something from the other devices of {self.axes} has one gradient, which the weight "
                 "of one device does not scale: partial sums are asked for, and each device has its own weight. Leave "
-                'out the weights (a Ratio counts as one), or to="partial" (in a train step: devices of its optimizer).'
+                'out the weights, or to="partial" (in a train step: devices of its optimizer).'
             )
         return self.any_of(alive)
 

@@ -227,7 +227,7 @@ def _check_own_rows(device: Device, loss: TracedCall) -> None:
     raise ValueError(
         f"The loss takes something from the other devices of {device.axes} ({where}). Leave that out: with devices, "
         "the rows of all devices are one batch. Or let each micro-batch count by itself: "
-        "jax.value_and_grad(optax_accum.reduce_microbatches(loss, k, weight_fn=..., devices=...))."
+        "optax_accum.reduce_microbatches(jax.value_and_grad(loss), k, weight_fn=..., devices=...)."
     )
 
 

@@ -192,9 +192,9 @@ def test_in_place_micro_batches_need_the_memory_of_one(name):
 @needs_references
 @pytest.mark.parametrize("name", TARGETS)
 def test_norms_are_taken_where_gradients_are_added(name):
-    """On a GPU a float32 gradient is added by the product that makes it, but for its norm a layer's is written."""
+    """On a GPU a gradient is added by the product that makes it, but for its norm a layer's is written."""
     for case, row in read("in place", name, cases=6).items():
-        written = 0.12 if name == "h100" and "float32" in case else 0
+        written = 0.105 if name == "h100" else 0
         assert row["with statistics, P"] <= row["in place, P"] + 0.02 + written, case
 
 
