@@ -265,5 +265,10 @@ def on_host(leaf: Any) -> bool:
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
+def on_device(leaf: Any) -> Any:
+    """An array in the memory of the device: one in that of the host is brought there."""
+    return moved(leaf, to_host=False) if on_host(leaf) else leaf
+
+
 def moved(leaf: Any, *, to_host: bool) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Host if to_host else jax.memory.Space.Device)

@@ -59,7 +59,7 @@ class Units:
     def part(self, interleaved: jax.Array, axis: int, index: Any) -> jax.Array:
         """The rows of one micro-batch, back along their axis."""
         rows = jax.lax.dynamic_index_in_dim(interleaved, index, axis=1, keepdims=False)
-        return self.along(rows, axis)
+        return self.along(compilers.on_device(rows), axis)
 
     def cut(self, leaf: jax.Array, axis: int) -> jax.Array:
         """All rows as micro-batches [k, ...], each with its rows along `axis`."""

@@ -178,7 +178,7 @@ def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
             raise ValueError(
                 f"Inside jax.shard_map, parameters must be the same on all devices along {axes}, where their "
                 f"gradients are added: at {path} each device may have a shard of its own. Let the parameter in with "
-                'P(), which gathers it, and without defer_reduction; or take reduce_microbatches(jax.grad(loss), ...) '
+                "P(), which gathers it, and without defer_reduction; or take reduce_microbatches(jax.grad(loss), ...) "
                 'with Devices(to="partial"), and add up there the gradients of the parameters that are shared '
                 "(jax.lax.psum): a shard's own is the sum already."
             )

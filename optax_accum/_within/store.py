@@ -34,6 +34,10 @@ class Store:
     samples: Any = ()
 
     def whole(self, value: Value) -> Any:
+        return compilers.on_device(self._held(value))
+
+    def _held(self, value: Value) -> Any:
+        """The value, in the memory in which it lies: a batch may be on the host."""
         if isinstance(value, Constant | Number):
             return value.array
         if shared.is_widened(self.values.get(value)):
@@ -63,7 +67,7 @@ class Store:
     def cuttable(self, value: Value) -> Any:
         """The value for all rows, as Explicit axes let it be cut."""
         units = self.units
-        return meshes.cuttable(jnp.asarray(self.whole(value)), 1 if units.fills else units.size, axis_of(value))
+        return meshes.cuttable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
 
     def cut(self, value: Value) -> Any:
         if value not in self.parts:

@@ -153,6 +153,8 @@ def value_and_grad(
         have nothing in common, or the loss has mutable arrays of its own
         (`jax.new_ref`), all of it does: exact, with a warning that names the
         line, and no memory is saved; with `devices` or `statistics` an error.
+      * A batch in the memory of the host (`pinned_host`): each micro-batch
+        is brought to the device by the loop that takes it.
       * Groups of rows (`x.reshape(-1, 4)`): micro-batches are of whole
         groups, and so must be the rows of each device: else an error names
         the line. With `h[: n // 2]` devices need not divide the half.

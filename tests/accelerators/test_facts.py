@@ -85,6 +85,23 @@ def test_moments_on_the_host_come_and_go_once_in_a_window(name):
     assert facts["within the host, held, P"] <= (2.01 if name == "h100" else 0)
 
 
+@since(0, 10, why="offload")
+@pytest.mark.parametrize("name", programs.installed("v5e:4x4"))  # an H100's compiler puts all into the device's memory
+def test_a_batch_on_the_host_takes_the_memory_of_a_micro_batch(name):
+    on, width, size = programs.target(name), 512, 256
+    here = on.one().shapes(jax.ShapeDtypeStruct((width, width), jnp.float32))
+    loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+    step = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=size))
+    found = []
+    for rows in (4 * size, 32 * size):
+        host = here.sharding.with_memory_kind("pinned_host")
+        batch = jax.ShapeDtypeStruct((rows, width), jnp.float32, sharding=host)
+        memory = on.compile(step.lower(here, batch)).memory_analysis()
+        found.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
+        assert memory.host_argument_size_in_bytes == 4 * rows * width
+    assert found[1] <= 1.05 * found[0] < 4 * width * (width + 3 * size)
+
+
 @needs_references
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_in_place(name):
