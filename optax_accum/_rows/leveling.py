@@ -44,7 +44,9 @@ def levels_of(
     """
     division = Division(program, is_model, moves, joins_all=joins_all)
     kinds, model, moving = division.kinds, division.model, division.moving
-    return Levels(program, kinds, model, moving, _Staging(division, own, again).stages(), division.bodies)
+    return Levels(
+        program, kinds, model, moving, _Staging(division, own, again).stages(), division.bodies, division.parts
+    )
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from optax_accum._rows.program import Equation, Program, Value
@@ -80,6 +80,7 @@ class Levels:
     moving: set[Value]  # and is differentiated by them: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
+    parts: Container[Value]  # the values of which each micro-batch of a loop gives a part
 
     @property
     def loops(self) -> list[Loop]:

@@ -23,7 +23,6 @@ def evaluate_some(
     equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
 ) -> None:
     """Evaluates equations for the rows of these units: adds their results to `env`."""
-    parts: set[Value] = set()
     for equation in equations:
         with explained(equation):
             values = [read(env, value) for value in equation.ins]
@@ -34,12 +33,10 @@ def evaluate_some(
             elif known.kinds[equation] is Kind.PARTIAL:
                 if equation.name in ADDS and isinstance(known, Levels):
                     pairs = zip(values, equation.ins, strict=True)
-                    values = [leaf if value in parts else units.share(numbers, leaf) for leaf, value in pairs]
+                    values = [leaf if value in known.parts else units.share(numbers, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
                 results = of_rows(equation, units, values, numbers)
-            if known.kinds[equation] is Kind.PARTIAL or equation in known.bodies:
-                parts.update(equation.outs)
             env.update(zip(equation.outs, results, strict=True))
 
 

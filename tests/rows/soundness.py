@@ -119,7 +119,7 @@ def _difference(call: TracedCall, equation: Equation, values: Sequence[Any], who
     kind, units = call.levels.kinds[equation], call.units
     moves = [value in call.levels.moving for value in equation.ins]
     follows = kind is Kind.PARTIAL and not equation.view.has_rows  # a sum, of which each micro-batch has a part
-    sums = _sums(call.levels) if follows else set[Value]()
+    sums = call.levels.parts if follows else set[Value]()
     is_still = equation.name == "while" or (
         kind is Kind.PARTIAL and not follows and partial.reduction_of(equation).joins != "sum"
     )
@@ -169,14 +169,6 @@ def _joined(leaf: Any, value: Value, units: Units, is_part: bool) -> Any:
     if is_part:
         return jnp.sum(leaf, 0).astype(value.aval.dtype)
     return leaf[0] if value.axis is None else units.joined(leaf, value.axis)
-
-
-def _sums(levels: Levels) -> set[Value]:
-    """The values of which each micro-batch may have a part."""
-    added = [e for e, kind in levels.kinds.items() if kind is Kind.PARTIAL and not levels.model.isdisjoint(e.ins)]
-    made = [value for equation in added for value in equation.outs]
-    inside = [pair for e, bodies in levels.bodies.items() for pair in zip(e.outs, bodies.parts, strict=True)]
-    return {*made, *(value for value, is_part in inside if is_part)}
 
 
 def _some_cotangent(leaf: Any) -> Any:
