@@ -17,13 +17,15 @@ from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
+from optax_accum._rows.leveling import is_over_layers
+from optax_accum._rows.levels import Kind
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
-from optax_accum._within.measured import measured, rows_of, sums_of
+from optax_accum._within.measured import measured, rows_of, sum_of, sums_of
 from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
 from optax_accum._within.traced_call import (
@@ -78,7 +80,8 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    if device.collectives(program.traced):  # the loss's own; or its gradient's, by what differs between devices
+    is_of_function = _is_smaller_as_function(rules, program)
+    if is_of_function or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
         return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
@@ -106,6 +109,17 @@ def traced_gradient(
     )
 
 
+def _is_smaller_as_function(rules: CallRules, program: TracedCall) -> bool:
+    """Whether a scan over layers takes rows together: its gradient keeps all that each layer makes, for all rows.
+
+    Differentiated layer by layer, the function keeps what goes from one to the next.
+    """
+    if rules.meter.measures or rules.devices.overlap:
+        return False
+    kinds = program.levels.kinds.items()
+    return any(kind is Kind.WHOLE and is_over_layers(equation, program.levels) for equation, kind in kinds)
+
+
 def _called(fun: Callable[..., Any]) -> Callable[[Call], Any]:
     return lambda call: call.apply(fun)
 
@@ -126,8 +140,8 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     """The value and the gradient, by the program that computes both."""
     params = program.call[program.call.params]
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
-    of_sums = jax.tree.map(lambda leaf, name: is_inexact(leaf) and _dtype_of_sum(leaf, name), params, named)
-    kinds = [kind for kind in jax.tree.leaves(of_sums) if kind]
+    wide = jax.tree.map(lambda leaf, name: is_inexact(leaf) and _dtype_of_sum(leaf, name), params, named)
+    kinds = [kind for kind in jax.tree.leaves(wide) if kind]
     results = program.levels.program.outputs
     count = len(results) - len(kinds)
     outputs, gradient = results[:count], results[count:]
@@ -146,7 +160,8 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     )
     taken = {value for equation in program.levels.program.equations for value in equation.ins}
     hidden = sums.intersection(gradient) - taken  # the last iteration of a loop finishes them
-    missing = None if 2 * _bytes(hidden) >= _bytes(set(gradient)) else _SUM_OVER_ROWS
+    of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
+    missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard
     ending = device.ending(empty, missing)
