@@ -120,12 +120,12 @@ LOSSES = {  # and whether the loop is divided
     "bounded": (lambda: loop("bounded"), True),
     "bounded, rows end": (lambda: loop("bounded", small), True),
     "checkpointed": (lambda: loop("checkpointed"), True),
-    "checkpointed, rows end": (lambda: loop("checkpointed", small), False),
-    "DirectAdjoint": (lambda: ode("DirectAdjoint"), True),
+    "checkpointed, rows end": (lambda: loop("checkpointed", small), True),
+    "DirectAdjoint": (lambda: ode("DirectAdjoint"), False),  # what its steps save crosses to the backward loop
     "RecursiveCheckpointAdjoint": (lambda: ode("RecursiveCheckpointAdjoint"), True),
     "BacksolveAdjoint": (lambda: ode("BacksolveAdjoint"), True),
     "adaptive steps": (adaptive, False),
-    "a fixed point": (fixed_point, False),
+    "a fixed point": (fixed_point, True),
 }
 
 
