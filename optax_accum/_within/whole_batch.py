@@ -242,8 +242,8 @@ def _check_own_rows(device: Device, loss: TracedCall) -> None:
     where = f"{collectives[0].primitive.name}, {place_of(collectives[0])}"
     raise ValueError(
         f"The loss takes something from the other devices of {device.axes} ({where}). Leave that out: with devices, "
-        "the rows of all devices are one batch. Or let each micro-batch count by itself: "
-        "optax_accum.reduce_microbatches(jax.value_and_grad(loss), k, weight_fn=..., devices=...)."
+        "the rows of all devices are one batch. Or, under check_vma=True, let each micro-batch count by itself: "
+        "jax.value_and_grad(optax_accum.reduce_microbatches(loss, k, weight_fn=..., devices=...))."
     )
 
 
