@@ -68,6 +68,7 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
         return _together_first(jaxpr, values, sums, begun, several)
     terms = Terms(jaxpr, {place: one.square is not None for place, one in sums.items()}, begun)
     left = collections.Counter(place for places in terms.of.values() for place in places)
+    left.update(slice_.place for slices in terms.slices.values() for slice_ in slices)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
     def read(atom: Any) -> Any:
@@ -77,9 +78,16 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
         for place in terms.of.get(var, ()):
             if not is_added:
                 sums[place].add(part)
-            left[place] -= 1
-            if not left[place]:
-                sums[place].end()
+            end(place)
+        for place, axis, start, is_new in terms.slices.get(var, ()):
+            part_of = jnp.expand_dims(part, axis) if is_new else part
+            _add_to_slice(sums[place], part_of, [start if at == axis else 0 for at in range(part_of.ndim)])
+            end(place)
+
+    def end(place: int) -> None:
+        left[place] -= 1
+        if not left[place]:
+            sums[place].end()
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, env[var])
@@ -136,11 +144,15 @@ def _to_a_slice(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
     part, starts = values[1], values[2:]
     if equation.primitive.name == "pad":
         part, starts = values[0], [low for low, _, _ in padding(equation)]
+    _add_to_slice(one, part, starts)
+    return [None]
+
+
+def _add_to_slice(one: Sum, part: jax.Array, starts: Sequence[Any]) -> None:
     inner = Sum(jax.lax.dynamic_slice(one.total, starts, part.shape), None, one.scale)
     inner.add(part)
     total, slice_ = evaluation.varying_together([one.total, inner.total])
     one.total = jax.lax.dynamic_update_slice(total, slice_, starts)
-    return [None]
 
 
 def _of_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:

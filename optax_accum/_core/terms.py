@@ -6,7 +6,7 @@ to what it carries: these are added where they arise, without the zeros and with
 
 import collections
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +15,21 @@ from jax.extend import core
 from optax_accum._core import compilers, dtypes
 
 
+class Slice(NamedTuple):
+    """The slice of a sum to which a variable is added."""
+
+    place: int  # of the result whose sum it is
+    axis: int
+    start: int
+    is_new: bool  # whether the variable has no such axis
+
+
 class Terms:
     """The terms of a program's results.
 
     Attributes:
       of: for each variable, the results to whose sums it is added.
+      slices: for each variable, the slices of sums to which it is added.
       passed: the ids of equations that only add or cast terms: they are not evaluated.
       inside: results of equations that are added inside these, each as (id of the equation, place); of the terms of
         one sum that an equation makes, one.
@@ -32,6 +42,7 @@ class Terms:
         self.uses.update(atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
         self.zeros = {equation.outvars[0] for equation in jaxpr.eqns if _makes_zeros(equation)}
         self.of: dict[Any, list[int]] = {}
+        self.slices: dict[Any, list[Slice]] = {}
         self.passed: set[int] = set()
         self.inside: set[tuple[int, int]] = set()
         self.sums_inside: set[tuple[int, int]] = set()  # (id of the equation, result)
@@ -53,6 +64,11 @@ class Terms:
             del self.of[equation.outvars[0]]
             for atom in equation.invars:
                 self.of.setdefault(atom, []).append(place)
+            self.passed.add(id(equation))
+        elif not is_measured and _is_put_together(equation):
+            del self.of[equation.outvars[0]]
+            for atom, slice_ in zip(equation.invars, _slices(equation, place), strict=True):
+                self.slices.setdefault(atom, []).append(slice_)
             self.passed.add(id(equation))
         elif (id(equation), place) not in self.sums_inside and self._adds_inside(equation, at, is_measured):
             self.inside.add((id(equation), at))
@@ -107,6 +123,25 @@ def _only_widens(equation: Any) -> bool:
     before, after = _dtype(equation.invars[0]), _dtype(equation.outvars[0])
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (before, after))
     return floats and dtypes.holds(after, before)
+
+
+def _is_put_together(equation: Any) -> bool:
+    """Whether an equation puts arrays side by side: each is added to its slice of the sum."""
+    alike = len({_dtype(atom) for atom in (*equation.invars, *equation.outvars)}) == 1
+    is_of_vars = all(isinstance(atom, core.Var) for atom in equation.invars)
+    return equation.primitive.name in _AXIS and alike and is_of_vars
+
+
+_AXIS = {"stack": "axis", "concatenate": "dimension"}
+
+
+def _slices(equation: Any, place: int) -> list[Slice]:
+    axis, is_new = equation.params[_AXIS[equation.primitive.name]], equation.primitive.name == "stack"
+    start, found = 0, list[Slice]()
+    for atom in equation.invars:
+        found.append(Slice(place, axis, start, is_new))
+        start += 1 if is_new else atom.aval.shape[axis]
+    return found
 
 
 def _adds_alike(equation: Any) -> bool:

@@ -16,6 +16,7 @@ FOLLOWS = frozenset(
         "add",
         "add_any",
         "broadcast_in_dim",
+        "concatenate",
         "convert_element_type",
         "div",
         "dynamic_update_slice",
@@ -26,6 +27,7 @@ FOLLOWS = frozenset(
         "reduce_sum",
         "reshape",
         "squeeze",
+        "stack",
         "sub",
         "transpose",
     ]
