@@ -301,3 +301,20 @@ def test_no_second_array_of_the_size_of_a_sum(name):
 
     assert temporary(where_they_arise) < most
     assert temporary(afterwards) > 0.9
+
+
+@pytest.mark.parametrize("put", [jnp.stack, jnp.concatenate], ids=["stack", "concatenate"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_arrays_that_are_put_side_by_side_are_added_each_to_its_slice(put, axis):
+    """The gradient of layers that a Python loop takes out of a stack: no second stack is made."""
+    a, b = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
+    fun = lambda a, b: put([2 * a, a * b], axis)
+    program, total = jax.make_jaxpr(fun)(a, b), jnp.full_like(fun(a, b), 10.0)
+
+    def added(total):
+        one = adding.Sum(total)
+        assert adding.run(program, [a, b], [one]) == [None]
+        return one.total
+
+    np.testing.assert_array_equal(added(total), 10 + fun(a, b))
+    assert not {"stack", "concatenate"} & {equation.primitive.name for equation in jax.make_jaxpr(added)(total).eqns}
