@@ -1,7 +1,8 @@
 """Where the results of a traced program are added to sums: each at the terms of which it is made.
 
-A term may be a part that zeros fill up, rows that are scattered over zeros, or what a loop over layers stacks, or adds
-to what it carries: these are added where they arise, without the zeros and without the stack.
+A term may be a part that zeros fill up, rows that are scattered over zeros, one of several arrays that are put side by
+side, or what a loop over layers stacks, or adds to what it carries: these are added where they arise, without the zeros
+and without the stack.
 """
 
 import collections
@@ -136,6 +137,7 @@ _AXIS = {"stack": "axis", "concatenate": "dimension"}
 
 
 def _slices(equation: Any, place: int) -> list[Slice]:
+    """Where each of the arrays lies in the sum."""
     axis, is_new = equation.params[_AXIS[equation.primitive.name]], equation.primitive.name == "stack"
     start, found = 0, list[Slice]()
     for atom in equation.invars:

@@ -168,9 +168,9 @@ class Division:
             or not self.moving.isdisjoint(equation.ins)
         ):
             return False
-        return self.adds_shares(equation, others) or layers.follows(equation, set(taken), self.zeros)
+        return self._adds_shares(equation, others) or layers.follows(equation, set(taken), self.zeros)
 
-    def adds_shares(self, equation: Equation, others: Sequence[Value]) -> bool:
+    def _adds_shares(self, equation: Equation, others: Sequence[Value]) -> bool:
         """Whether a term that no row decides, decay say, is added to a sum: each micro-batch adds its share of it."""
         if not self.joins_all or equation.name not in ADDS or not self.rowless.issuperset(others):
             return False

@@ -8,7 +8,6 @@ import jax
 
 from optax_accum._arguments import callables
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import compilers
 from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
@@ -16,7 +15,7 @@ from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
 from optax_accum._within import by_level, shared, splitting
 from optax_accum._within.outputs import joined, placed
-from optax_accum._within.traced_call import UndividedError, trace_call, warn_undivided
+from optax_accum._within.traced_call import UndividedError, on_device, trace_call, warn_undivided
 
 
 @callables.renamed(
@@ -142,7 +141,6 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     others = tuple(name for name in call.arguments if name not in call.batch)
     wide = shared.widened(call[others], tuple(map(device.gathers, others, call[others])))
     call = call.with_values(others, shared.narrowed(wide))
-    at_once = call.with_values(call.batch, jax.tree.map(compilers.on_device, call[call.batch]))
     try:
         traced = trace_call(lambda call: call.apply(fun), call, sizes, others, device)
     except UndividedError as error:
@@ -150,9 +148,9 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
             error.add_note("Over devices micro-batches cannot run at once. Change that line.")
             raise
         warn_undivided(error)
-        return None, at_once.apply(fun)
+        return None, on_device(call).apply(fun)
     if device.is_alone and traced.units.parts == 1:
-        return None, at_once.apply(fun)
+        return None, on_device(call).apply(fun)
     values = _arrays(call.with_values((*others, *call.batch), (*wide, *traced.call[call.batch])))
     outputs = traced.returned(by_level.evaluate(traced.levels, traced.units, traced.device, values))
     return placed(device, traced, outputs)

@@ -129,6 +129,11 @@ def trace_call(
     return TracedCall(single, levels, units, device, call, arrays)
 
 
+def on_device(call: Call) -> Call:
+    """The call with all rows in the memory of the device, for all to run at once."""
+    return call.with_values(call.batch, jax.tree.map(compilers.on_device, call[call.batch]))
+
+
 def warn_undivided(error: UndividedError) -> None:
     messages.warn(f"{error} {_AT_ONCE}")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
-from optax_accum._core import compilers, dtypes
+from optax_accum._core import dtypes
 from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
@@ -32,6 +32,7 @@ from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
     number_of_microbatches,
+    on_device,
     trace_call,
     warn_undivided,
 )
@@ -193,8 +194,7 @@ def _bytes(values: set[Value]) -> int:
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
-    call = call.with_values(call.batch, jax.tree.map(compilers.on_device, call[call.batch]))
-    grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
+    grads, outputs = _differentiated(rules, device, on_device(call), lambda call: call.apply(fun))
     device.check_axes(jax.tree.leaves(outputs))
     return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
 
