@@ -95,18 +95,17 @@ class Division:
         moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
         self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
         kind = self.kinds[equation] = self._kind(equation)
-        at = max((self.level.get(value, 0) for value in equation.ins), default=0)
+        waits = kind in ONCE  # until the loops are over that make the rows it takes
+        at = max((self.level.get(value, 0) + (waits and self.is_of_loops(value)) for value in equation.ins), default=0)
         in_loop = not self.model.isdisjoint(equation.ins) or (kind is Kind.PARTIAL and equation in self.alone)
         if in_loop:
             self.model.update(equation.outs)
-            waits = any(self.is_of_loops(value) for value in equation.ins)
-            once = kind is Kind.WHOLE or (kind in ONCE and not self.same.isdisjoint(equation.ins))
-            at += (kind is Kind.PARTIAL and not self._follows(equation)) or (once and waits)
+            at += kind is Kind.PARTIAL and not self._follows(equation)
         self.at[equation] = at
         self.level.update(dict.fromkeys(equation.outs, at))
         if kind is Kind.LOCAL:
             self.made.update(dict.fromkeys(equation.outs, equation))
-            if equation.view.has_rows:
+            if equation.view.has_rows or not self.same.isdisjoint(equation.ins):
                 self.same.update(value for value in equation.outs if value.axis is None)
         if equation in self.bodies:
             sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].parts, strict=True) if is_part]
@@ -142,7 +141,9 @@ class Division:
         if view.makes_rows:
             is_made_again = locality.is_alike(view) or locality.is_positional(view)
             return Kind.LOCAL if is_made_again and not equation.differs else Kind.MADE
-        return Kind.LOCAL if self._is_narrow(equation) or self._is_layout(equation) else Kind.FREE
+        if self._is_narrow(equation) or self._is_layout(equation) or self._is_of_counters(equation):
+            return Kind.LOCAL
+        return Kind.FREE
 
     def _joins(self, equation: Equation) -> bool:
         """Whether an equation that follows sums linearly is done to their parts: a transpose, or a sum of two."""
@@ -202,6 +203,12 @@ class Division:
             return True  # zeros, for a sum to begin with
         of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)
         return of_params and equation.name in _LAYOUT and self.moving.isdisjoint(equation.ins)
+
+    def _is_of_counters(self, equation: Equation) -> bool:
+        """Whether an equation takes a loop's counter: each micro-batch does it again, and no loop must end for it."""
+        last = max((self.level.get(value, 0) for value in equation.ins), default=0)
+        counters = self.same.intersection(equation.ins)
+        return not equation.single.effects and any(self.level[value] == last for value in counters)
 
     def _is_narrow(self, equation: Equation) -> bool:
         """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""

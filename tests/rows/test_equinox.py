@@ -121,7 +121,7 @@ LOSSES = {  # and whether the loop is divided
     "bounded, rows end": (lambda: loop("bounded", small), True),
     "checkpointed": (lambda: loop("checkpointed"), True),
     "checkpointed, rows end": (lambda: loop("checkpointed", small), True),
-    "DirectAdjoint": (lambda: ode("DirectAdjoint"), False),  # what its steps save crosses to the backward loop
+    "DirectAdjoint": (lambda: ode("DirectAdjoint"), True),
     "RecursiveCheckpointAdjoint": (lambda: ode("RecursiveCheckpointAdjoint"), True),
     "BacksolveAdjoint": (lambda: ode("BacksolveAdjoint"), True),
     "adaptive steps": (adaptive, False),
