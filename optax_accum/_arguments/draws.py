@@ -44,10 +44,7 @@ def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], 
     """`fun(call)` as a function of the arrays among its arguments, and these arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
-
-    def with_arrays(arrays: Any) -> Any:
-        return call.with_values(names, filled(arrays))
-
+    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
     return lambda arrays: fun(with_arrays(arrays)), arrays
 
 

@@ -152,10 +152,7 @@ class Call:
         """Folds the index of a micro-batch, or of a device, into each key: `jax.random.fold_in`."""
         if self.rng is None:
             return self
-
-        def fold(key: Any) -> Any:
-            return jax.random.fold_in(key, index)
-
+        fold = lambda key: jax.random.fold_in(key, index)
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
     def check_shared(self, rows: int | None, *, of_whole_batch: bool = False) -> None:

@@ -58,10 +58,7 @@ def signature_of(fun: Callable[..., Any]) -> Signature:
             return signature_of(wrapped)
     except (TypeError, ValueError):  # it has none
         return Signature()
-
-    def of_kind(*kinds: Any) -> Any:
-        return tuple(param.name for param in parameters if param.kind in kinds)
-
+    of_kind = lambda *kinds: tuple(param.name for param in parameters if param.kind in kinds)
     kind = inspect.Parameter
     return Signature(
         of_kind(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD),

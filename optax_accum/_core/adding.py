@@ -70,9 +70,7 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
     left = collections.Counter(place for places in terms.of.values() for place in places)
     left.update(slice_.place for slices in terms.slices.values() for slice_ in slices)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
     def add(var: Any, part: Any, *, is_added: bool = False) -> None:
         for place in terms.of.get(var, ()):

@@ -72,10 +72,7 @@ def zeroed(tree: Tree, first: jax.Array) -> Tree:
 @jax.custom_jvp
 def _zeroed(tree: Tree, first: jax.Array) -> Tree:
     iterations = first.astype(jnp.int32)
-
-    def zeros(leaf: Any) -> Any:
-        return on_mesh_of(leaf, jnp.zeros_like(leaf))
-
+    zeros = lambda leaf: on_mesh_of(leaf, jnp.zeros_like(leaf))
     return jax.lax.fori_loop(0, iterations, lambda _, tree: jax.tree.map(zeros, tree), tree)
 
 
@@ -151,9 +148,7 @@ def _ready_together(leaves: list[Any]) -> list[Any]:
 
 
 def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-    def is_zero(tangent: Any) -> bool:
-        return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-
+    is_zero = lambda tangent: isinstance(tangent, jax.custom_derivatives.SymbolicZero)
     moving = iter(jax.lax.optimization_barrier([tangent for tangent in tangents[0] if not is_zero(tangent)]))
     return _ready_together(*primals), [tangent if is_zero(tangent) else next(moving) for tangent in tangents[0]]
 
@@ -229,10 +224,7 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
     if hasattr(jax.tree, "broadcast"):
         return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
     values: list[Any] = []
-
-    def extend(value: Any, part: Any) -> Any:
-        return values.extend([value] * len(jax.tree.leaves(part)))
-
+    extend = lambda value, part: values.extend([value] * len(jax.tree.leaves(part)))
     jax.tree.map(extend, prefix, tree, is_leaf=is_leaf)
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 

@@ -105,9 +105,7 @@ def names_in(tree: Tree) -> str:
 
 
 def same(tree: Tree, other: Tree) -> bool:
-    def dtypes_of(tree: Any) -> Any:
-        return list(map(jnp.result_type, jax.tree.leaves(tree)))
-
+    dtypes_of = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
     return dtypes_of(tree) == dtypes_of(other)
 
 

@@ -78,10 +78,7 @@ def _paired(
     A `MaskedNode` in a state stands for a leaf without a gradient.
     """
     leaves, treedef = jax.tree.flatten_with_path(tree)
-
-    def mismatch() -> Any:
-        return ValueError(_tree_mismatch(others, tree, name, remedy, what))
-
+    mismatch = lambda: ValueError(_tree_mismatch(others, tree, name, remedy, what))
     try:
         paired = treedef.flatten_up_to(others)
     except ValueError as error:
@@ -101,9 +98,7 @@ def _paired(
 
 
 def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str, what: str) -> str:
-    def keep(node: Any) -> Any:
-        return name == "state" and isinstance(node, optax.MaskedNode)
-
+    keep = lambda node: name == "state" and isinstance(node, optax.MaskedNode)
     shapes = [
         {keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
         for tree in (grads, acc)

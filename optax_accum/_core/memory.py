@@ -18,10 +18,7 @@ def to_device(tree: Tree) -> Tree:
 
 def to_memory_of(tree: Tree, like: Tree) -> Tree:
     """Moves leaves to host memory where the leaf of `like` lies there."""
-
-    def move(leaf: Any, old: Any) -> Any:
-        return compilers.moved(leaf, to_host=True) if compilers.on_host(old) else leaf
-
+    move = lambda leaf, old: compilers.moved(leaf, to_host=True) if compilers.on_host(old) else leaf
     return jax.tree.map(move, tree, like)
 
 

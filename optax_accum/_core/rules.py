@@ -18,10 +18,7 @@ def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]]
     """Evaluates a traced program; `bind` evaluates one equation."""
     jaxpr, consts = compilers.opened(program)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
     for equation in jaxpr.eqns:
         env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
@@ -70,9 +67,7 @@ def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
 def _custom_vjp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
     called = jax.custom_vjp(rewrite(_inner(equation)))
     inexact = [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.invars]
-
-    def forward(*values: Any) -> Any:
-        return rewrite(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
+    forward = lambda *values: rewrite(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         moves = [not _is_float0(cotangent) for cotangent in cotangents]

@@ -189,11 +189,8 @@ def new_state(
     **fields: Any,
 ) -> AccumulationState:
     """The state before the first micro-step, with `fields` in place of zeros."""
-
     # One buffer for each field: a state that is donated may not hold the same one twice.
-    def count() -> Any:
-        return jnp.zeros([], jnp.int32)
-
+    count = lambda: jnp.zeros([], jnp.int32)
     blank = AccumulationState(
         mini_step=count(),
         gradient_step=count(),
@@ -211,9 +208,7 @@ def new_state(
 
 
 def states_in(state: Tree, kind: type | tuple[type, ...] = AccumulationState) -> list[Any]:
-    def is_one(node: Any) -> bool:
-        return isinstance(node, kind)
-
+    is_one = lambda node: isinstance(node, kind)
     return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
 
 
@@ -239,13 +234,8 @@ def map_states(
     others: Callable[..., Any] = lambda leaf, *_: leaf,
 ) -> Tree:
     """Converts each state of a kind inside an optimizer state; `others` converts all other leaves."""
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    def convert_one(node: Any, *parts: Any) -> Any:
-        return convert(node, *parts) if is_one(node) else others(node, *parts)
-
+    is_one = lambda node: isinstance(node, kind)
+    convert_one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
     return jax.tree.map(convert_one, state, *rest, is_leaf=is_one)
 
 

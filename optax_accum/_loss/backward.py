@@ -21,10 +21,7 @@ def contribution(
 ) -> tuple[jax.Array, "Backward", Parts]:
     """Differentiates a micro-batch: returns its weighed loss [], its backward pass, and the parts of `fun`'s result."""
     inexact, filled = parted(params, is_inexact)
-
-    def run(inexact: list[Any]) -> tuple[jax.Array, Parts]:
-        return forward(fun, filled(inexact), weighing)
-
+    run = lambda inexact: forward(fun, filled(inexact), weighing)
     loss, backward, parts = jax.vjp(run, inexact, has_aux=True)
     return loss, Backward(backward, jnp.ones_like(loss), params), parts
 

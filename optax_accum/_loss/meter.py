@@ -104,15 +104,11 @@ class Measuring(Counting):
         self.groups, self.decay = options.groups, options.decay
 
     def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> noise.Samples:
-        def by_group() -> Any:
-            return {name: scalar() for name in noise.names_of(self.groups, params)}
-
+        by_group = lambda: {name: scalar() for name in noise.names_of(self.groups, params)}
         return noise.Samples(by_group(), scalar(), by_group())
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        def by_group() -> Any:
-            return {name: jnp.zeros([]) for name in noise.names_of(self.groups, params)}
-
+        by_group = lambda: {name: jnp.zeros([]) for name in noise.names_of(self.groups, params)}
         statistics = noise.Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
         return super().blank(params) | {"statistics": statistics}
 

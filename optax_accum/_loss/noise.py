@@ -221,9 +221,7 @@ class NoiseScale(NamedTuple):
 
 
 def noise_scale(statistics: Statistics, group: str | None = None) -> NoiseScale:
-    def total(parts: Any) -> Any:
-        return sum(parts.values()) if group is None else parts[group]
-
+    total = lambda parts: sum(parts.values()) if group is None else parts[group]
     noise, signal = (total(parts) / statistics.known for parts in (statistics.noise, statistics.signal))  # 0 / 0: NaN
     scale = jnp.maximum(noise, 0) / jnp.where(signal > 0, signal, 1)
     return NoiseScale(noise, signal, jnp.where(signal <= 0, jnp.inf, scale))

@@ -104,10 +104,7 @@ def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
 
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
     """One reason for each line, sorted by line. That rows take a sum says most, so it comes before others."""
-
-    def rank(reason: Reason) -> tuple[bool, ...]:
-        return not reason.is_certain, reason.unless_weighed, not reason.text.startswith(TAKES)
-
+    rank = lambda reason: (not reason.is_certain, reason.unless_weighed, not reason.text.startswith(TAKES))
     by_line: dict[Place, Reason] = {}
     for reason in sorted(reasons, key=rank):
         by_line.setdefault(reason.place, reason)

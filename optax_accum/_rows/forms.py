@@ -92,10 +92,7 @@ class Form(NamedTuple):
 
     def times(self, powers: Powers, guards: Iterable[Equation | None] = ()) -> "Form":
         """Multiplies each term by powers, which `guards` keep from zero."""
-
-        def times(term: Term) -> Term:
-            return term._replace(powers=product(term.powers, powers), guards=term.guards.union(guards))
-
+        times = lambda term: term._replace(powers=product(term.powers, powers), guards=term.guards.union(guards))
         return self._replace(terms=tuple(map(times, self.terms)))
 
 

@@ -153,10 +153,7 @@ class _Staging:
             return size_of(value) // READING if is_made_again(value) else size_of(value)
 
         makes = {value: e for value, e in self.made.items() if value not in self.frontier}
-
-        def price_of(equation: Equation) -> int:
-            return 0 if self._is_cheap(equation) else cuts.ALWAYS
-
+        price_of = lambda equation: 0 if self._is_cheap(equation) else cuts.ALWAYS
         cut = cuts.smallest(taken, makes, bytes_of, price_of)
         return [*(value for value in cut if not is_made_again(value)), *bases]
 

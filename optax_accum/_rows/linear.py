@@ -80,10 +80,7 @@ def _of_equation(eqn: Any, ins: Sorts) -> Sorts:
         outs = _sorts(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
         outs = [_of_operation(eqn, ins)] * len(eqn.outvars)
-
-    def exact(var: Any) -> Any:
-        return not jnp.issubdtype(var.aval.dtype, jnp.inexact)
-
+    exact = lambda var: not jnp.issubdtype(var.aval.dtype, jnp.inexact)
     return [
         Sort.OTHER if sort is Sort.LINEAR and exact(var) else sort for var, sort in zip(eqn.outvars, outs, strict=True)
     ]

@@ -208,10 +208,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
     of_single, of_double = single.jaxpr, double.jaxpr
     sums: set[Any] = set()  # variables that are sums over rows
     zeros: set[Any] = set()
-
-    def is_zero(atom: Any) -> bool:
-        return not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
-
+    is_zero = lambda atom: not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
     try:
         pairs = list(in_step(of_single, of_double))
     except OtherProgramError:

@@ -188,10 +188,7 @@ def _as_one(equations: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any]
 
     def run(*values: Any) -> list[Any]:
         env = dict(zip(takes, values, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
+        read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
         for equation in equations:
             env.update(zip(equation.outvars, evaluation.bind(equation, list(map(read, equation.invars))), strict=True))
         return [env[var] for var in gives]

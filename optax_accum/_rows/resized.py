@@ -63,10 +63,7 @@ def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..
     (program, consts), (of_double, _) = compilers.opened(single), compilers.opened(double)
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
     more = evaluation.varying_more(values, [var.aval for var in program.invars])
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
     for a, b in in_step(program, of_double):
         operands = list(map(read, a.invars))
         operands = taken(a, b, operands) if taken else operands
@@ -131,12 +128,8 @@ def _scan(single: Any, double: Any, some: Some, values: Values) -> Values:
 def _while(single: Any, double: Any, some: Some, values: Values) -> Values:
     params = single.params
     of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-
-    def run_inside(key: str, fixed: Values, carry: list[Any]) -> list[Any]:
-        return run(params[key], double.params[key], some, [*fixed, *carry])
-
-    def goes_on(carry: list[Any]) -> jax.Array:
-        return run_inside("cond_jaxpr", values[:of_cond], carry)[0]
+    run_inside = lambda key, fixed, carry: run(params[key], double.params[key], some, [*fixed, *carry])
+    goes_on = lambda carry: run_inside("cond_jaxpr", values[:of_cond], carry)[0]
 
     def step(carry: list[Any]) -> list[Any]:
         after, more = run_inside("body_jaxpr", values[of_cond:of_body], carry), goes_on(carry)

@@ -5,7 +5,6 @@ A rule is asked of an equation whose parameters are the same for n rows and for 
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from optax_accum._rows import draws
 from optax_accum._rows.registry import Rule
@@ -113,10 +112,7 @@ def window(view: View) -> bool:
     axis, params = view.ins[0], view.params
     if axis is None or not elementwise(view):
         return False
-
-    def alone(key: Any, value: Any) -> Any:
-        return key not in params or tuple(params[key])[axis] == value
-
+    alone = lambda key, value: key not in params or tuple(params[key])[axis] == value
     ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     return all(alone(key, 1) for key in ones) and ("padding" not in params or tuple(params["padding"][axis]) == (0, 0))
 

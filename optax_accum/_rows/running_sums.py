@@ -117,10 +117,7 @@ def _evaluated(
     """Evaluates results of a program in which nothing but a sum takes what a loop carries."""
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
     wanted = range(len(program.outvars)) if wanted is None else wanted
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
     for equation in _needed(program, wanted)[0]:
         found = _of_equation(equation, list(map(read, equation.invars)))
         env.update(zip(equation.outvars, found, strict=True))

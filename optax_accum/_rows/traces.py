@@ -119,10 +119,7 @@ def axis_of(single: Any, double: Any, rows: Rows) -> Axis:
 
 def view_of(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> View:
     """Two equations as the tables of primitives take them."""
-
-    def axes(a: Sequence[Any], b: Sequence[Any]) -> list[Axis]:
-        return [axis_of(x.aval, y.aval, rows) for x, y in zip(a, b, strict=True)]
-
+    axes = lambda a, b: [axis_of(x.aval, y.aval, rows) for x, y in zip(a, b, strict=True)]
     return View(
         single, double, axes(single.invars, double.invars), axes(single.outvars, double.outvars), rows, asks_rules
     )

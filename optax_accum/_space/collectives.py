@@ -25,10 +25,7 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
     receives in the dtype of the leaf, and sends their sum, rounded, to all. A leaf of which no dimension can be dealt
     out is added as it is.
     """
-
-    def wide(leaf: Any) -> Any:
-        return add_wide(leaf, axes)
-
+    wide = lambda leaf: add_wide(leaf, axes)
     dim = dealt(leaf.shape, axes)
     if dim is None or not _is_wider(leaf, dtype):
         return wide(leaf)

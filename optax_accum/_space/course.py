@@ -5,7 +5,7 @@ values that differ, so that no gradient is reduced; and the counter of a loop th
 has the type of a value that all devices have alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,10 +37,7 @@ class Course:
         jaxpr = compilers.opened(program)[0]
         known = dict(zip(jaxpr.invars, differ, strict=True))
         known |= dict(zip(jaxpr.constvars, of_consts or [False] * len(jaxpr.constvars), strict=True))
-
-        def read(atom: Any) -> bool:
-            return not isinstance(atom, core.Literal) and known[atom]
-
+        read = lambda atom: not isinstance(atom, core.Literal) and known[atom]
         for equation in jaxpr.eqns:
             rule = _RULES.get(equation.primitive.name, _of_rule if rules.has_rule(equation) else _other)
             known.update(zip(equation.outvars, rule(self, equation, list(map(read, equation.invars))), strict=True))
@@ -96,10 +93,7 @@ def _cond(course: Course, equation: Any, differ: Differ) -> Differ:
 
 def _of_rule(course: Course, equation: Any, differ: Differ) -> Differ:
     """A function with a derivative of the user's own, in which loops and branches may stand, too."""
-
-    def derivative(values: Sequence[Any]) -> Any:
-        return rules.differentiated(equation, values)
-
+    derivative = lambda values: rules.differentiated(equation, values)
     outs, before = _other(course, equation, differ), len(course.decided)
     if not course.asks_rules:
         return outs

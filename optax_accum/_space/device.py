@@ -90,10 +90,7 @@ class Device:
         """For each leaf of an argument, the function that gathers it from the devices' shards, if it has some."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
-
-        def gather(_: Any, to: Any) -> Any:
-            return functools.partial(mapped.gathered, to=to, axes=self.axes)
-
+        gather = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
         return jax.tree.map(gather, arg, self.shards[name])
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
@@ -196,9 +193,7 @@ class Device:
         return together(fun, equations, differ, self.alike)
 
     def any_of(self, flags: Tree) -> Tree:
-        def any_of(flag: Any) -> Any:
-            return flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
-
+        any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
         return jax.tree.map(any_of, flags) if self.axes else flags
 
     def mean_and_factor(self, loss: Traced) -> Callable[[Weight], tuple[Weight, Weight]]:
@@ -208,9 +203,7 @@ class Device:
             mean = jax.lax.pmean(weight, self.axes)
             return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
 
-        def unscaled(weight: Any) -> Any:
-            return (weight, 1.0)
-
+        unscaled = lambda weight: (weight, 1.0)
         if not self.communicates(loss):
             return unscaled
         # A Python number is the number of rows, which all devices have alike.

@@ -59,10 +59,7 @@ class OverMesh(Several):
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
-
-        def row(param: Any) -> Any:
-            return jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
-
+        row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
         sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
         check_partials(grads, sums, self.axes, devices)
         return grads
@@ -116,24 +113,15 @@ class ToShards(OverMesh):
     def outputs(self, over: Tree, leaves: Tree) -> Tree:
         sums = jax.tree.map(lambda name, leaf: leaf if name == "sum" else None, over, leaves)
         others = jax.tree.map(lambda name, leaf: None if name == "sum" else self.output(name, leaf), over, leaves)
-
-        def either(total: Any, other: Any) -> Any:
-            return other if total is None else total
-
+        either = lambda total, other: other if total is None else total
         return jax.tree.map(either, self.reduced(sums)[0], others, is_leaf=lambda leaf: leaf is None)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         collectives.check_narrow(self.dtype, acc)
         shardings = self._shardings(acc)
-
-        def shape(leaf: Any) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         meshes.check_divisible(shardings, jax.tree.map(shape, acc))
-
-        def scattered(leaf: Any, to: Any) -> Any:
-            return scatter(leaf, to, self.axes, self.dtype)
-
+        scattered = lambda leaf, to: scatter(leaf, to, self.axes, self.dtype)
         return jax.tree.map(scattered, acc, shardings), {}
 
     def _joined(self, local: Tree) -> Tree:
@@ -157,10 +145,7 @@ class ToShards(OverMesh):
             to = self._shardings(call.arguments[sharded])
             meshes.check_shards(to, self.axes)
             return Device(self.axes, shards={sharded: to}, alike=self.axes)
-
-        def shards(params: Any) -> Any:
-            return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
-
+        shards = lambda params: [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
         # Unrolled, XLA combines the scatters at the end.
         return super()._device(call).with_endings(hides=False, shards_of=shards)
 
@@ -183,10 +168,7 @@ def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
     ]
     known = all(spec is not None for _, spec in placed) or not tracing.is_staged()
     free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
-
-    def zeros() -> Any:
-        return [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
-
+    zeros = lambda: [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
     return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
 
 
@@ -214,9 +196,7 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
     sliced = meshes.is_tpu(meshes.device_kind(mesh)) and set(mesh.axis_names) == set(axes)
 
     def sum_leaf(row: jax.Array) -> jax.Array:
-        def sum_up(leaf: Any) -> Any:
-            return collectives.add_up(leaf, axes, dtype)
-
+        sum_up = lambda leaf: collectives.add_up(leaf, axes, dtype)
         wide_in_slices = dtype is not None and collectives.dealt(row.shape[2:], axes) is None
         return collectives.by_slices(sum_up, row[0]) if sliced and not wide_in_slices else sum_up(row[0])
 
@@ -246,10 +226,7 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
     leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
-
-    def on_device(row: Any) -> Any:
-        return shard.scattered(row[0])
-
+    on_device = lambda row: shard.scattered(row[0])
     typed = dtype is None  # as in `sum_in_place`
     return jax.shard_map(on_device, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
 

@@ -55,9 +55,7 @@ def per_device(
     explicit = tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh))
 
     def run_placed(*arrays: Any) -> tuple[Tree, Tree]:
-        def placed(leaf: Any, spec: Any) -> Any:
-            return _placed(leaf, spec, mesh, explicit) if explicit else leaf
-
+        placed = lambda leaf, spec: _placed(leaf, spec, mesh, explicit) if explicit else leaf
         return run(*map(placed, arrays, in_specs))
 
     traced = any(isinstance(leaf, Tracer) for leaf in arrays)
@@ -78,10 +76,7 @@ def _in_specs(
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
             return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
-
-        def deal(leaf: Any) -> PartitionSpec:
-            return PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
-
+        deal = lambda leaf: PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
         return [deal(leaf) for leaf in jax.tree.leaves(arg) if _is_array(leaf)]
 
     return tuple(jax.tree.leaves(list(map(specs_of, range(len(args)), args)), is_leaf=meshes.is_spec))
@@ -158,10 +153,7 @@ def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options:
 
     def run_explicit(*args: Any) -> Any:
         specs = jax.tree.map(functools.partial(_spec_with, axes=axes), args, options["in_specs"])
-
-        def here(*args: Any) -> Any:
-            return run(mesh=jax.sharding.get_abstract_mesh())(*args)
-
+        here = lambda *args: run(mesh=jax.sharding.get_abstract_mesh())(*args)
         with contextlib.nullcontext() if meshes.in_reach() else compilers.tracing_on(mesh):
             return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
 
@@ -261,10 +253,7 @@ def _placed(leaf: Any, spec: PartitionSpec, mesh: meshes.Mesh, axes: Axes) -> ja
 
 def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """The spec of a leaf, with the axes as in `spec`."""
-
-    def padded(spec: Any) -> Any:
-        return [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
-
+    padded = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
     others = (meshes.names_of(meshes.without(entry, axes)) for entry in padded(meshes.spec_of(leaf)))
     over = map(meshes.names_of, padded(meshes.only(spec, axes)))
     return PartitionSpec(*((*names, *rest) for names, rest in zip(over, others, strict=True)))

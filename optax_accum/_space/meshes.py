@@ -113,10 +113,7 @@ def is_gpu(device_kind: str) -> bool:
 
 def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
     """One `NamedSharding` for each leaf of `params`: `to` is a prefix made of `PartitionSpec`s or shardings."""
-
-    def named(to: Any) -> NamedSharding:
-        return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
-
+    named = lambda to: to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
     specs = for_each_leaf("Devices(to=)", to, params, "shard_over(params, axes) makes one.", is_leaf=is_spec)
     return jax.tree.map(named, specs, is_leaf=is_spec)
 

@@ -80,10 +80,7 @@ class Several(Space):
 
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
-
-        def add(leaf: Any) -> Any:
-            return jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
-
+        add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
         return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else add(leaf), sums)
 
     def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
@@ -141,10 +138,7 @@ class InShardMap(Several):
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         collectives.check_narrow(self.dtype, acc)
-
-        def add(leaf: Any) -> Any:
-            return leaf if dtypes.is_float0(leaf) else collectives.add_up(leaf[0], self.axes, self.dtype)
-
+        add = lambda leaf: leaf if dtypes.is_float0(leaf) else collectives.add_up(leaf[0], self.axes, self.dtype)
         total = jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 

@@ -119,9 +119,7 @@ def _while(devices: Together, equation: Any, values: Values) -> Values:
         devices.refuse(equation, f"a loop has effects ({_listed(equation.effects)}), which it would have too often")
     goes_on_anywhere = devices.any_device if decided else jnp.any
     values = mapped.varying(list(values), devices.axes) if decided else values
-
-    def goes_on(carry: Values) -> jax.Array:
-        return devices.run(params["cond_jaxpr"], [*values[:of_cond], *carry])[0]
+    goes_on = lambda carry: devices.run(params["cond_jaxpr"], [*values[:of_cond], *carry])[0]
 
     def step(state: Any) -> Any:
         _, more, carry = state
@@ -214,9 +212,7 @@ def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
         parts.append(rest[:length])
         rest = rest[length:]
     consts, size = type(lengths)(*parts), len(rest)
-
-    def run(name: str, value: Values) -> list[Any]:
-        return _alike(devices.run(getattr(jaxprs, name), [*getattr(consts, name), *value]), values)
+    run = lambda name, value: _alike(devices.run(getattr(jaxprs, name), [*getattr(consts, name), *value]), values)
 
     def solver(name: str) -> Callable[..., Any]:
         def solve(_: Any, value: Values) -> tuple[list[Any], list[Any]]:
@@ -232,9 +228,7 @@ def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
 
 
 def _of_rule(devices: Together, equation: Any, values: Values) -> Values:
-    def differ(args: Any) -> list[bool]:
-        return [True for leaf in jax.tree.leaves(args) if is_array(leaf)]
-
+    differ = lambda args: [True for leaf in jax.tree.leaves(args) if is_array(leaf)]
     return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 
 

@@ -77,10 +77,7 @@ def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
 
 def _in_step(equation: Equation, run: Any, device: Device, values: list[Any]) -> list[Any]:
     """Evaluates an equation of this device's rows; all devices run its loops and branches together."""
-
-    def differ(values: list[Any]) -> Any:
-        return [value.axis is not None for value in equation.ins]
-
+    differ = lambda values: [value.axis is not None for value in equation.ins]
     return device.in_step(run, [equation.single], differ)(values)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from optax_accum._core import dtypes
@@ -90,7 +89,5 @@ def measured(
         each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
         return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)
 
-    def scalar() -> jax.Array:
-        return program.device.vary(jnp.zeros([], dtypes.default_float()))
-
+    scalar = lambda: program.device.vary(jnp.zeros([], dtypes.default_float()))
     return asked, (meter.samples(params, scalar), sample)

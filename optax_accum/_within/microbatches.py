@@ -156,9 +156,7 @@ def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: s
 
 def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
     names, own = tuple(call.arguments), {*call.batch, call.rng}
-
-    def of_values(*values: Any) -> Parts:
-        return parts(call.with_values(names, values))
+    of_values = lambda *values: parts(call.with_values(names, values))
 
     def differ(*values: Any) -> Tree:
         """Each device has its own rows, and its own key."""

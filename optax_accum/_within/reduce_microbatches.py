@@ -216,10 +216,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     names = tuple(name for name in call.arguments if name not in (*call.batch, call.rng, call.carry))
     values = shared.widened(call[names], tuple(map(device.gathers, names, call[names])))
     call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
-
-    def parts(call: Any) -> Any:
-        return rules.parts(call.with_values(names, shared.narrowed(call[names])))
-
+    parts = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
     micro_batches = microbatches.of_call(parts, device, call.with_values(names, values), rules.sizes)
     traced = micro_batches.traced()
     closure = shared.Closure(values)
@@ -250,10 +247,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
-
-    def of_arrays(arrays: Any) -> Any:
-        return parts(call.with_values(tuple(call.arguments), filled(arrays)))
-
+    of_arrays = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
     return closure.opened(of_arrays, arrays)(arrays)
 
 
@@ -261,10 +255,7 @@ def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     """The result for a batch without rows: `fun` is traced for a few rows, and not run."""
     rows = rules.sizes.group
     first = () if rules.sizes.stacked else (rows,)
-
-    def some(leaf: Any) -> Any:
-        return jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
-
+    some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
     small = call.with_values(call.batch, few)
     shapes = jax.eval_shape(lambda: rules.parts(small))

@@ -46,9 +46,7 @@ class Outputs(NamedTuple):
 
     def start(self) -> Tree:
         def start(reduction: Reduction, shape: Any) -> Any:
-            def differing(leaf: jax.Array) -> jax.Array:
-                return evaluation.varying_as([leaf], [shape])[0]
-
+            differing = lambda leaf: evaluation.varying_as([leaf], [shape])[0]
             return jax.tree.map(differing, reduction.start(shape, self.split))
 
         return jax.tree.map(start, self.reductions, self.shapes)
@@ -225,9 +223,7 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
         merged = merge(jnp.where(begun, value, output), output)  # never with zeros, which merge may not take
         return jnp.array(True), jnp.where(begun, merged, output)
 
-    def start(shape: Any, _: Any) -> Any:
-        return jnp.array(False), meshes.filled([], shape, 0)
-
+    start = lambda shape, _: (jnp.array(False), meshes.filled([], shape, 0))
     return Reduction(merge, str(merge), start, add, lambda total, _: total[1], _check_merged)
 
 

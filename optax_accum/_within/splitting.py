@@ -144,10 +144,7 @@ def interleaved(split: Split, batch: Tree) -> Tree:
 
 def micro_batch(split: Split, batch: Tree, index: int | jax.Array) -> Tree:
     """Full micro-batch `index`: leaves [b, ...]."""
-
-    def take(leaf: Any) -> Any:
-        return jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
-
+    take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
     return ungrouped(split, of_rows(take, batch))
 
 
