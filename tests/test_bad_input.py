@@ -669,8 +669,6 @@ def test_weight_of_takes_what_fun_returned():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
     with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
         optax_accum.value_and_apply_gradients(loss, build(), has_aux=True, weight_of=lambda aux: aux)
-    with pytest.raises(TypeError, match=r"weight_of\(result\): it takes \(value, aux\). Pass lambda result:"):
-        optax_accum.reduce_microbatches(jax.grad(loss, has_aux=True), 2, weight_of=lambda value, aux: aux)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])

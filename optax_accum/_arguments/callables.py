@@ -136,7 +136,7 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def as_weight_of(weight_of: Any, weight_fn: Any, results: str = "value, aux") -> Any:
+def as_weight_of(weight_of: Any, weight_fn: Any) -> Any:
     """Raises unless `weight_of` is None, or a function of the results and the only weight."""
     if weight_of is not None and weight_fn is not None:
         raise ValueError(
@@ -145,9 +145,9 @@ def as_weight_of(weight_of: Any, weight_fn: Any, results: str = "value, aux") ->
         )
     if not (weight_of is None or callable(weight_of)):
         raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
-    if weight_of is not None and not _takes(weight_of, results.count(",") + 1):
+    if weight_of is not None and not _takes(weight_of, 2):
         raise TypeError(
-            f"weight_of gets what fun returned, weight_of({results}): it takes {_signature(weight_of)}. Pass lambda "
-            f'{results}: {results.split()[-1]}["tokens"], say.'
+            f"weight_of gets what fun returned, weight_of(value, aux): it takes {_signature(weight_of)}. Pass lambda "
+            'value, aux: aux["tokens"], say.'
         )
     return weight_of

@@ -254,7 +254,7 @@ class Weigher:
         call = call.with_values(call.batch, _repeated(call[call.batch], _times(call[call.batch])))
         types = {name: typed(argument) for name, argument in call.arguments.items()}
         along = differs_along(list(call.arguments.values()))
-        return Subject(self.fun, self.roles, types, Sizes(1, None, 1), self.has_aux, along=along)
+        return Subject(self.fun, self.roles, types, Sizes(1, None), self.has_aux, along=along)
 
     def _read(self, call: Call) -> Read | None:
         batch = call[call.batch]

@@ -121,7 +121,7 @@ def microbatched(
       >>> bool(jnp.allclose(whole, small))
       True
     """
-    sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
+    sizes = splitting.as_sizes(num_microbatches, microbatch_size)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False, of_whole_batch=True)
     fun, over = callables.as_function(fun), as_devices(devices, of_gradients=False)
 

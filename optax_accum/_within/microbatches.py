@@ -9,7 +9,6 @@ import jax
 
 from optax_accum._arguments import draws, results
 from optax_accum._arguments.roles import Call
-from optax_accum._arguments.rows import count_rows
 from optax_accum._core import convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
@@ -67,7 +66,7 @@ class MicroBatches:
     rest: Tree  # the remainder: leaves [r, ...]
 
     def iteration(self, index: Index, carry: Tree) -> Iteration:
-        rows = self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
+        rows = self.rest if self.split.is_rest(index) else splitting.micro_batch(self.interleaved, index)
         call = self.call.fold_key(index).with_values(self.call.batch, rows)
         if call.carry is not None:
             carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
@@ -150,8 +149,7 @@ def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: s
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
-    interleaved = batches if sizes.stacked else splitting.interleaved(split, batches)
-    return MicroBatches(parts, device, call, split, interleaved, rest)
+    return MicroBatches(parts, device, call, split, splitting.interleaved(split, batches), rest)
 
 
 def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
@@ -163,14 +161,3 @@ def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable
         return [jax.tree.map(lambda _: name in own, value) for name, value in zip(names, values, strict=True)]  # noqa: B023
 
     return device.in_step(of_values, equations, differ)(*call[names])
-
-
-def checked_batch(call: Call, sizes: splitting.Sizes) -> Call:
-    """Puts rows first, and raises for another argument with as many, unless a role says that it is shared."""
-    if sizes.stacked:
-        batch = splitting.rows_first(list(call[call.batch]))
-        call = call.with_values(call.batch, batch)
-        call.check_shared(None)
-    else:
-        call.check_shared(count_rows(call[call.batch]))
-    return call

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import is_split
-from optax_accum._core import dtypes, tracing
+from optax_accum._arguments.rows import count_rows, is_split
+from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.parts import Parts, Returns
@@ -32,6 +32,9 @@ _AGAIN = (
     aux_reduction="Pass reduction=, a prefix of all that fun returns.",
     has_aux="Leave it out: reduction= covers all that fun returns.",
     argnums="Pass jax.value_and_grad(fun, argnums), or use optax_accum.value_and_grad.",
+    group_size="Pass groups as rows, leaf.reshape(-1, group_size, *leaf.shape[1:]), and let fun merge the two axes.",
+    stacked="Pass microbatch_size=1, and let fun take leaf[0]: micro-batches [m, ...] are the rows of [k, m, ...].",
+    weight_of="Let fun return Ratio(total, count), or sums and counts with reduction='sum', and divide.",
 )
 def reduce_microbatches(
     fun: Callable[..., Any],
@@ -40,10 +43,7 @@ def reduce_microbatches(
     microbatch_size: int | None = None,
     batch_argnums: Name | Sequence[Name] = 1,
     whole_argnums: Name | Sequence[Name] = (),
-    group_size: int = 1,
-    stacked: bool = False,
     weight_fn: Callable[..., Any] | None = None,
-    weight_of: Callable[[Any], Any] | None = None,
     rng_argnum: Name | None = None,
     carry_argnum: Name | None = None,
     reduction: Tree = "mean",
@@ -74,12 +74,8 @@ def reduce_microbatches(
         position or name; see `value_and_grad`, also for the next two.
       whole_argnums: arguments with as many rows, and keys, that every
         micro-batch gets whole.
-      group_size: this many consecutive rows always stay in one micro-batch.
-      stacked: the batch is split already, [k, m, ...]: micro-batch j is
-        `leaf[j]`. Leaves may differ in m, as graphs have it.
       weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a
         mean. By default the number of its rows.
-      weight_of: `weight_of(result)`, for a weight that `fun` computes.
       rng_argnum: an argument that is a key: micro-batch i gets
         `jax.random.fold_in(key, i)`.
       carry_argnum: an argument that each micro-batch hands on to the next:
@@ -87,8 +83,7 @@ def reduce_microbatches(
       reduction: how to combine each leaf of the result, one name or a
         pytree prefix of names: `"mean"`, `"sum"`, `"max"`, `"min"`,
         `"concat"` (rows, in their order), `"stack"` (one for each
-        micro-batch), `"last"`, or a function `(a, b) -> c` that merges two
-        leaves, in their own dtype. A `Ratio` is added, not averaged.
+        micro-batch), or `"last"`. A `Ratio` is added, not averaged.
       devices: the mesh axes over which the batch is sharded: the results
         are reduced once, at the end; or `Devices(axes, to=)`, for the tree
         of the result. See `optax_accum.sharding`.
@@ -101,17 +96,14 @@ def reduce_microbatches(
         roles do not. Otherwise as `value_and_grad`.
 
     Guarantees:
-      Known when building:
-
-      * `weight_of` beside `weight_fn`: an error.
-
       Known when tracing:
 
       * The rows do not divide: one smaller micro-batch; nothing is padded
         or dropped.
-      * A batch without rows (Poisson sampling): `fun` is not run. Means,
-        sums and functions that merge give zeros, `"concat"` no rows,
-        `"max"` `-inf`.
+      * A batch without rows (Poisson sampling): `fun` is not run. Means and
+        sums are zeros, `"concat"` has no rows, `"max"` is `-inf`.
+      * A batch that is split already, [k, m, ...]: its micro-batches are
+        its rows. Pass `microbatch_size=1`, and let `fun` take `leaf[0]`.
       * The gradient of an integer (float0, from `allow_int=True`): stays.
       * `jax.grad` of the call: the whole batch's gradient. That of bfloat16
         arguments is added in float32, except of a carry. It keeps what
@@ -119,17 +111,13 @@ def reduce_microbatches(
         `value_and_grad`. With `devices`, pass what has a gradient as an
         argument: the gradient of closed-over values crosses the network
         at each micro-batch.
-      * A mean of integers; `"concat"` of what has no rows; a merge to
-        another shape or dtype: an error.
-      * `devices` with `"stack"`, `"last"` or a function that merges: an
-        error.
+      * A mean of integers; `"concat"` of what has no rows: an error.
+      * `devices` with `"stack"` or `"last"`: an error.
 
       Known when running:
 
       * A weight of zero: its micro-batch is not run, and has zeros in
-        `"concat"` and `"stack"`. With `weight_of` it is run, and adds
-        nothing to a mean; if you differentiate the call, guard a 0 / 0 in
-        it with `jnp.maximum`.
+        `"concat"` and `"stack"`.
       * Weights that add to zero: zeros for a mean.
 
     Example:
@@ -149,7 +137,7 @@ def reduce_microbatches(
       >>> print(value, grad.round(4))
       1.0 -6.0
     """
-    reductions.check_names("reduction", reduction, reductions.REDUCTIONS, merges=True)
+    reductions.check_names(reduction)
     roles = Roles(
         fun,
         needs_params=False,
@@ -161,9 +149,8 @@ def reduce_microbatches(
     rules = _Rules(
         fun=callables.as_function(fun),
         returns=Returns(has_carry=carry_argnum is not None, what="result"),
-        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
-        weight_of=callables.as_weight_of(weight_of, weight_fn, "result"),
         reduction=reduction,
         devices=as_devices(devices, partial=True, of_gradients=False),
     )
@@ -180,7 +167,6 @@ class _Rules(NamedTuple):
     returns: Returns
     sizes: splitting.Sizes
     weight_fn: Callable[..., Any] | None
-    weight_of: Callable[[Any], Any] | None
     reduction: Tree
     devices: Devices
 
@@ -189,25 +175,19 @@ class _Rules(NamedTuple):
         return self.returns.taken_apart(call.apply(self.fun))
 
     def outputs(self, shapes: Tree, split: splitting.Split) -> reductions.Outputs:
-        counted = self.weight_of is not None
-        return reductions.outputs_of(self.reduction, shapes, split, "reduction", counted=counted)
-
-
-class _Sums(NamedTuple):
-    outputs: Tree
-    weight: jax.Array  # [], the sum of the weights that `weight_of` tells
+        return reductions.outputs_of(self.reduction, shapes, split)
 
 
 def _reduced(rules: _Rules, call: Call) -> Any:
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.reduce_microbatches.")
     run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
-        call = microbatches.checked_batch(call, rules.sizes)
+        call.check_shared(count_rows(call[call.batch]))
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
     space = here(rules.devices)
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
-    results = space.outputs(reductions.over_devices(rules.reduction, local, "reduction"), local)
+    results = space.outputs(reductions.over_devices(rules.reduction, local), local)
     return rules.returns.joined(Parts(results, carry=carry))
 
 
@@ -231,17 +211,13 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
 
-    def add(sums: _Sums, iteration: Iteration) -> tuple[_Sums, Parts]:
+    def add(totals: Tree, iteration: Iteration) -> tuple[Tree, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
             parts = micro_batches.parts(iteration.call)
-        share, weight, result = shares.of(iteration.index), jnp.zeros_like(sums.weight), parts.loss
-        if rules.weight_of is not None:
-            share = weight = checks.as_weight(rules.weight_of(result), name="weight_of's result")
-        return _Sums(outputs.add(sums.outputs, result, iteration.index, share), sums.weight + weight), parts
+        return outputs.add(totals, parts.loss, iteration.index, shares.of(iteration.index)), parts
 
-    start = _Sums(outputs.start(), jnp.zeros([], dtypes.default_float()))
-    sums, carry = micro_batches.in_order(add, start, alive, static=static)
-    return outputs.finish(sums.outputs, lambda: device.total(sums.weight)), carry
+    totals, carry = micro_batches.in_order(add, outputs.start(), alive, static=static)
+    return outputs.finish(totals), carry
 
 
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
@@ -252,15 +228,12 @@ def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call:
 
 
 def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
-    """The result for a batch without rows: `fun` is traced for a few rows, and not run."""
-    rows = rules.sizes.group
-    first = () if rules.sizes.stacked else (rows,)
-    some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
-    few = jax.tree.map(some, call[call.batch])
-    small = call.with_values(call.batch, few)
+    """The result for a batch without rows: `fun` is traced for one row, and not run."""
+    one = lambda leaf: jnp.zeros((1, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
+    small = call.with_values(call.batch, jax.tree.map(one, call[call.batch]))
     shapes = jax.eval_shape(lambda: rules.parts(small))
-    outputs = rules.outputs(shapes.loss, splitting.Split(0, rows, 0, 0))
-    return device.vary(outputs.finish(outputs.start(), lambda: jnp.zeros([]))), call.carried
+    outputs = rules.outputs(shapes.loss, splitting.Split(0, 1, 0, 0))
+    return device.vary(outputs.finish(outputs.start())), call.carried
 
 
 def _is_empty(batch: Tree) -> bool:

@@ -83,7 +83,7 @@ def as_rules(
         fun=callables.as_function(fun),
         roles=roles,
         returns=Returns(has_aux),
-        sizes=splitting.as_sizes(num_microbatches, microbatch_size, 1),
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size),
         single=single,
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         meter=meter,

@@ -51,7 +51,7 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
         rows = split.rows * total_of(1)
         return Shares(split.size / rows, split.rest / rows, split)
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
-    weigh = lambda *rows: _weight(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
+    weigh = lambda *rows: _weight(weight_fn(*rows))
     try:
         parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
     except jax.errors.ConcretizationTypeError as error:

@@ -151,8 +151,6 @@ def reduce_microbatches(
     devices = _calls.devices_of(options)
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
     options["devices"] = with_replicated(devices)
-    if weight_of := options.get("weight_of"):
-        options["weight_of"] = lambda result: weight_of(result[0])
     optax_accum.reduce_microbatches(fun, **options)  # raises its errors when this is built
     roles = _roles(fun, options)
 

@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum.sharding import count_collectives
 from tests import ROOT
 from tests.examples import ppo, rows
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 PAGE = (ROOT / "docs/in_a_trainer.md").read_text()
 
@@ -193,19 +189,3 @@ def test_with_dropout_it_finds_none_after():
     reported(trainer, diff(trainer), within_call=True).check()
     report = reported(trainer, trainer.before, within_call=True)
     assert [cause.kind for cause in report.causes] == ["shared key"], str(report)
-
-
-@pytest.mark.sweep
-@needs_devices
-def test_rows_of_a_stack_stay_on_their_devices():
-    """The one thing that goes over devices is the sum of the gradient."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
-    cut = optax_accum.reduce_microbatches(gradient, stacked=True, devices="data")
-    stack, w = jax.random.normal(jax.random.key(0), (4, 16, 6)), jnp.ones(6)
-    with jax.set_mesh(mesh):
-        sharded = jax.device_put(stack, NamedSharding(mesh, P(None, "data")))
-        run = jax.jit(cut).lower(w, sharded).compile()
-        got = run(w, sharded)
-    chex.assert_trees_all_close(jax.device_get(got), gradient(w, stack.reshape(-1, 6)), rtol=1e-5)
-    assert count_collectives(run).count == 1

@@ -37,14 +37,13 @@ def loss(params, batch):
 GRADIENT = jax.jit(jax.value_and_grad(loss, has_aux=True))
 AUX = {"tokens": "sum", "errors": "concat", "largest": "max", "smallest": "min", "mean": "mean"}
 REDUCTION = (("mean", AUX), "mean")
-WEIGHTS = {"weight_fn": {"weight_fn": COUNT}, "weight_of": {"weight_of": lambda result: result[0][1]["tokens"]}}
+WEIGHT = {"reduction": REDUCTION, "weight_fn": COUNT}
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_gradient_function_with_all_that_it_returns(size, weight):
-    f = optax_accum.reduce_microbatches(GRADIENT, reduction=REDUCTION, **size, **WEIGHTS[weight])
+def test_a_gradient_function_with_all_that_it_returns(size):
+    f = optax_accum.reduce_microbatches(GRADIENT, **size, **WEIGHT)
     for run in (jax.jit(f), f) if size is SIZES[1] else (jax.jit(f),):
         chex.assert_trees_all_close(run(PARAMS, BATCH), GRADIENT(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
@@ -52,11 +51,10 @@ def test_a_gradient_function_with_all_that_it_returns(size, weight):
 @pytest.mark.sweep
 @needs_devices
 @pytest.mark.parametrize("kind", sweep([AxisType.Auto, AxisType.Explicit], but=[AxisType.Explicit]), ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("size", sweep(SIZES[:2], but=SIZES[1:2]), ids=str)
-def test_over_devices_all_is_reduced_once(size, weight, kind):
+def test_over_devices_all_is_reduced_once(size, kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    f = optax_accum.reduce_microbatches(GRADIENT, reduction=REDUCTION, devices="data", **size, **WEIGHTS[weight])
+    f = optax_accum.reduce_microbatches(GRADIENT, devices="data", **size, **WEIGHT)
     with jax.set_mesh(mesh):
         args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         run = jax.jit(f).lower(*args).compile()
@@ -81,18 +79,17 @@ def test_a_gradient_goes_where_it_is_to_be():
     assert count_collectives(run).select("reduce-scatter").count == 1
 
 
-def test_keys_carries_stacks_and_merges():
+def test_keys_carries_and_stacks():
     def fun(batch, key, carry):
         noise = jax.random.normal(key)
-        return {"noise": noise, "last": noise, "stack": carry, "merged": batch.sum(0)}, carry + 1
+        return {"noise": noise, "last": noise, "stack": carry}, carry + 1
 
-    names = {"noise": "mean", "last": "last", "stack": "stack", "merged": jnp.maximum}
+    names = {"noise": "mean", "last": "last", "stack": "stack"}
     options = {"batch_argnums": 0, "rng_argnum": 1, "carry_argnum": 2, "reduction": names}
     key = jax.random.key(0)
     out, carry = jax.jit(optax_accum.reduce_microbatches(fun, 4, **options))(BATCH["x"], key, 0)
     noise = [jax.random.normal(jax.random.fold_in(key, i)) for i in range(4)]
-    sums = jnp.stack([BATCH["x"][i::4].sum(0) for i in range(4)])
-    want = {"noise": sum(noise) / 4, "last": noise[-1], "stack": jnp.arange(4), "merged": sums.max(0)}
+    want = {"noise": sum(noise) / 4, "last": noise[-1], "stack": jnp.arange(4)}
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, want)
     assert carry == 4
 
@@ -103,13 +100,12 @@ def test_what_weighs_nothing_does_not_count():
     mask = (jnp.arange(32) % 4 == 1).astype(jnp.float32)  # of bools, XLA makes 0 of 0 / 0
     batch = {**BATCH, "mask": mask}
     want = GRADIENT(PARAMS, batch)
-    for weight in WEIGHTS.values():
-        f = jax.jit(optax_accum.reduce_microbatches(GRADIENT, 4, reduction=REDUCTION, **weight))
-        (value, aux), grads = f(PARAMS, batch)
-        chex.assert_trees_all_close((value, grads), (want[0][0], want[1]), rtol=1e-5, atol=1e-6)
-        assert aux["tokens"] == 8
-        (value, _), grads = f(PARAMS, {**BATCH, "mask": jnp.zeros(32)})
-        chex.assert_trees_all_equal((value, grads), jax.tree.map(jnp.zeros_like, (value, grads)))
+    f = jax.jit(optax_accum.reduce_microbatches(GRADIENT, 4, **WEIGHT))
+    (value, aux), grads = f(PARAMS, batch)
+    chex.assert_trees_all_close((value, grads), (want[0][0], want[1]), rtol=1e-5, atol=1e-6)
+    assert aux["tokens"] == 8
+    (value, _), grads = f(PARAMS, {**BATCH, "mask": jnp.zeros(32)})
+    chex.assert_trees_all_equal((value, grads), jax.tree.map(jnp.zeros_like, (value, grads)))
 
 
 def test_a_batch_without_rows():
@@ -121,9 +117,6 @@ def test_a_batch_without_rows():
     assert aux["errors"].shape == (0,)
     assert aux["tokens"] == 0
     assert aux["largest"] == -jnp.inf
-    stack = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:])[:0], BATCH)
-    f = optax_accum.reduce_microbatches(lambda *args: GRADIENT(*args)[1], stacked=True)
-    chex.assert_trees_all_equal(f(PARAMS, stack), jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 @needs_devices
@@ -154,7 +147,7 @@ def test_a_batch_without_rows_goes_where_others_do(to):
 def test_means_of_large_weights_fit_into_their_dtype():
     """Of float16, a sum of weights times values would not."""
     gradient = lambda w, x: (w * x.mean()).astype(jnp.float16)
-    f = optax_accum.reduce_microbatches(gradient, 4, weight_of=lambda result: jnp.float32(2.0**20))
+    f = optax_accum.reduce_microbatches(gradient, 4, weight_fn=lambda x: jnp.float32(2.0**20))
     np.testing.assert_allclose(f(jnp.ones(3), jnp.full(8, 0.5)), 0.5)
 
 
@@ -164,20 +157,6 @@ def test_what_counts_itself_is_added():
     got = jax.jit(optax_accum.reduce_microbatches(ratio, microbatch_size=4, batch_argnums=0))(jnp.arange(10.0))
     chex.assert_trees_all_close(got, ratio(jnp.arange(10.0)))
     assert isinstance(got["loss"], optax_accum.Ratio)
-
-
-@pytest.mark.sweep
-def test_a_merge_is_differentiated():
-    """It never sees what stands there before the first micro-batch."""
-    last = lambda a, b: b * jnp.log(a) + a
-    f = optax_accum.reduce_microbatches(lambda w, x: w * x.mean(), 4, reduction=last)
-    x = jnp.arange(1.0, 9)
-
-    def by_hand(w):
-        parts = [w * x[j::4].mean() for j in range(4)]
-        return functools.reduce(last, parts)
-
-    np.testing.assert_allclose(jax.grad(f)(2.0, x), jax.grad(by_hand)(2.0), rtol=1e-5)
 
 
 def test_sums_are_in_float32():
@@ -251,15 +230,12 @@ def test_its_gradient_by_bfloat16_is_added_in_float32(where):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"reduction": "median"}, ValueError, "reduction must be one of mean, .* or a function"),
-        ({"reduction": lambda a, b: (a + b).astype(jnp.float16)}, TypeError, "returns one like them"),
-        ({"reduction": lambda a, b: jnp.stack([a, b])}, TypeError, "returns one like them"),
-        ({"weight_fn": COUNT, "weight_of": COUNT}, ValueError, "has one weight"),
-        ({"reduction": lambda a, b: (a, b)}, TypeError, "returns one like them"),
-        ({"weight_of": lambda value: "many"}, TypeError, "weight_of's result"),
+        ({"reduction": "median"}, ValueError, "reduction must be one of mean, .*'median'. Choose one of these"),
+        ({"reduction": jnp.maximum}, ValueError, 'take "stack", and merge those'),
+        ({"weight_fn": lambda batch: "many"}, TypeError, "weight_fn's result"),
         ({"num_microbatches": 33}, ValueError, "Pass num_microbatches=32 at most"),
     ],
-    ids=["name", "dtype", "shape", "pair", "two weights", "no weight", "too many"],
+    ids=["name", "function", "no weight", "too many"],
 )
 def test_what_does_not_fit_is_refused(options, error, message):
     with pytest.raises(error, match=message):
@@ -274,9 +250,6 @@ def test_a_result_that_cannot_be_reduced_is_refused():
         f(lambda x: jnp.int32(1))
     with pytest.raises(TypeError, match=r"With carry_argnum, fun must return a pair, \(result, carry\)"):
         optax_accum.reduce_microbatches(lambda c, x: x.mean(), 4, carry_argnum=0)(0.0, jnp.arange(8.0))
-    with pytest.raises(AttributeError) as caught:
-        f(lambda x: x.mean(), reduction=lambda a, b: a.merge(b))
-    assert "with two arrays, leaf by leaf" in "".join(caught.value.__notes__)
     with pytest.raises(ValueError, match="must have the same number of rows"):
         optax_accum.reduce_microbatches(lambda x, y: x.mean(), 4, batch_argnums=(0, 1))(jnp.ones(8), jnp.ones(0))
 
@@ -327,43 +300,13 @@ def test_a_record_of_a_trainer_is_a_ratio(monkeypatch):
 def test_a_batch_that_comes_cut():
     reduction = ("mean", {**AUX, "errors": "stack"}), "mean"
     stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
-    (value, aux), grads = jax.jit(
-        optax_accum.reduce_microbatches(GRADIENT, stacked=True, weight_fn=COUNT, reduction=reduction)
-    )(PARAMS, stacked)
+    one = lambda batch: jax.tree.map(lambda leaf: leaf[0], batch)
+    of_one = lambda params, batch: GRADIENT(params, one(batch))
+    options = {"microbatch_size": 1, "weight_fn": lambda batch: COUNT(one(batch)), "reduction": reduction}
+    (value, aux), grads = jax.jit(optax_accum.reduce_microbatches(of_one, **options))(PARAMS, stacked)
     (want, one), gradient = GRADIENT(PARAMS, BATCH)
     chex.assert_trees_all_close((value, grads), (want, gradient), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["errors"], one["errors"].reshape(4, 8), rtol=1e-5)
-
-
-@pytest.mark.sweep
-@needs_devices
-def test_a_batch_that_comes_cut_over_devices():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
-    f = optax_accum.reduce_microbatches(lambda *args: GRADIENT(*args)[1], stacked=True, weight_fn=COUNT, devices="data")
-    with jax.set_mesh(mesh):
-        args = (
-            jax.device_put(PARAMS, NamedSharding(mesh, P())),
-            jax.device_put(stacked, NamedSharding(mesh, P(None, "data"))),
-        )
-        chex.assert_trees_all_close(jax.device_get(jax.jit(f)(*args)), GRADIENT(PARAMS, BATCH)[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "batch", "message"),
-    [
-        ({"num_microbatches": 4}, BATCH, "is cut already"),
-        ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones((3, 2))}, r"have one k: they have \[3, 4\]"),
-        ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones(4)}, r"has shape \(4,\)"),
-        ({}, {"x": jnp.ones((4, 0, 8))}, "must have rows"),
-        ({"reduction": "concat"}, {"x": jnp.ones((4, 2, 8))}, 'Take "stack"'),
-    ],
-    ids=str,
-)
-def test_what_is_no_stack_is_refused(options, batch, message):
-    fun = lambda p, b: b["x"] if options else jnp.mean(b["x"])
-    with pytest.raises(ValueError, match=message):
-        optax_accum.reduce_microbatches(fun, stacked=True, **options)(PARAMS, batch)
 
 
 @needs_devices
@@ -414,19 +357,16 @@ def test_an_error_names_the_place_in_what_fun_returns():
         optax_accum.reduce_microbatches(fun, 4, batch_argnums=0)(jnp.arange(8.0))
 
 
-def test_a_list_of_micro_batches_is_to_be_stacked():
-    parts = [{"x": jnp.ones(2)}, {"x": jnp.full(2, 3.0)}]
-    fun = optax_accum.reduce_microbatches(lambda batch: batch["x"].mean(), batch_argnums=0, stacked=True)
-    with pytest.raises(
-        ValueError, match=re.escape("Stack a list of micro-batches (padded to one length): jax.tree.map")
-    ):
-        fun(parts)
-    np.testing.assert_allclose(fun(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)), 2.0)  # the remedy
-
-
 @pytest.mark.parametrize(
     ("option", "remedy"),
-    [("gradient_accumulation_steps", "num_microbatches"), ("has_aux", "reduction="), ("argnums", "jax.value_and_grad")],
+    [
+        ("gradient_accumulation_steps", "num_microbatches"),
+        ("has_aux", "reduction="),
+        ("argnums", "jax.value_and_grad"),
+        ("group_size", "groups as rows"),
+        ("stacked", "microbatch_size=1"),
+        ("weight_of", "Ratio(total, count)"),
+    ],
 )
 def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
     with pytest.raises(TypeError, match=f"reduce_microbatches has no {option}=.*{re.escape(remedy)}"):
