@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import is_cast_down
+from optax_accum._core.folds import SUM, Fold
 from optax_accum._rows import derivatives, layers, locality, moving
 from optax_accum._rows.levels import ONCE, Bodies, Kind
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
@@ -60,7 +61,7 @@ class Division:
         self.at: dict[Equation, int] = {}
         self.made: dict[Value, Equation] = {}  # values that loops make
         self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
-        self.parts: dict[Value, str] = {}  # values of which each micro-batch of a loop gives a part, and how they join
+        self.parts: dict[Value, Fold] = {}  # values of which each micro-batch of a loop gives a part
         self.bodies: dict[Equation, Bodies] = {}
         self.zeros = layers.Zeros()
         for equation in self.equations:
@@ -110,12 +111,12 @@ class Division:
         if equation in self.bodies:
             sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].parts, strict=True) if is_part]
             self.same.difference_update(sums)
-            self.parts.update(dict.fromkeys(sums, "sum"))
+            self.parts.update(dict.fromkeys(sums, SUM))
             self.level.update(dict.fromkeys(sums, at + 1))
         if kind is Kind.PARTIAL and in_loop:
             self.made.update(dict.fromkeys(equation.outs, equation))
-            joins = "sum" if self._follows(equation) else known(equation.name).partial.joins
-            self.parts.update(dict.fromkeys(equation.outs, joins))
+            fold = SUM if self._follows(equation) else known(equation.name).partial.fold
+            self.parts.update(dict.fromkeys(equation.outs, fold))
 
     def is_of_loops(self, value: Value) -> bool:
         """Whether a value is there when a loop is over, and not before."""
@@ -154,7 +155,7 @@ class Division:
         taken = [value for value in dict.fromkeys(equation.ins) if value in self.parts]
         level = self.level[taken[0]]
         others = [value for value in equation.ins if value not in self.parts and value not in self.zeros]
-        alone = all(self.parts[v] == "sum" and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
+        alone = all(self.parts[v] is SUM and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
         known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
         is_of_two = equation.name in ("add", "add_any") or self.joins_all
         from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two

@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from optax_accum._core import dtypes
+from optax_accum._core.folds import MAX, MIN
 from optax_accum._rows.registry import FIRST, REST, Reduction, register
 from optax_accum._rows.rules import elementwise
 from optax_accum._rows.traces import View
 
 
-def _over_all(equation: Any, values: Sequence[Any], wide: Any, over: Callable[..., jax.Array]) -> jax.Array:
-    return over(values[0], axis=None)
+def _over_all(equation: Any, values: Sequence[Any], wide: Any, along: Callable[..., jax.Array]) -> jax.Array:
+    return along(values[0], axis=None)
 
 
 def _of_one_array(view: View) -> bool:
@@ -46,6 +45,6 @@ register("nonbatchable nondifferentiable_backward nontraceable", local=elementwi
 register("select_if_vmap", local=elementwise, linear=REST, is_cheap=True)
 register("maybe_set", local=_set)
 register("vprim", local=_mapped)
-register("unvmap_any", partial=Reduction(_of_one_array, "max", jnp.any, dtypes.lowest, _over_all))
-register("unvmap_max", partial=Reduction(_of_one_array, "max", jnp.max, dtypes.lowest, _over_all))
-register("unvmap_all", partial=Reduction(_of_one_array, "min", jnp.all, dtypes.highest, _over_all))
+register("unvmap_any", partial=Reduction(_of_one_array, MAX, _over_all))
+register("unvmap_max", partial=Reduction(_of_one_array, MAX, _over_all))
+register("unvmap_all", partial=Reduction(_of_one_array, MIN, _over_all))

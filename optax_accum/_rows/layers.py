@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
+from optax_accum._core.folds import SUM
 from optax_accum._rows import locality, moving
 from optax_accum._rows.levels import Bodies, Body, Kind
 from optax_accum._rows.pairing import paired
@@ -148,7 +149,7 @@ def _kind(
 
 def adds_up(equation: Equation, zeros: Zeros) -> bool:
     """Whether an equation is a sum over rows, and of nothing else."""
-    if equation.differs or not locality.is_partial(equation.view) or known(equation.name).partial.joins != "sum":
+    if equation.differs or not locality.is_partial(equation.view) or known(equation.name).partial.fold is not SUM:
         return False
     return not equation.name.startswith("scatter") or equation.ins[0] in zeros
 

@@ -120,7 +120,7 @@ class _Staging:
 
     def _loop(self, now: int, there: set[Value]) -> Loop | None:
         """The pass over the micro-batches that makes values for later levels; None if they need none."""
-        sums = {value: joins for value, joins in self.division.parts.items() if self._is_summed(value, now)}
+        sums = {value: fold for value, fold in self.division.parts.items() if self._is_summed(value, now)}
         whole = [e for e in self.equations if self.division.at[e] > now and self.kinds[e] in ONCE]
         outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
         wanted = [*(value for equation in whole for value in equation.ins), *outputs]

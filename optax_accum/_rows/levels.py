@@ -5,6 +5,7 @@ import enum
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
+from optax_accum._core.folds import Fold
 from optax_accum._rows.program import Equation, Program, Value
 
 
@@ -47,7 +48,7 @@ class Loop:
 
     Attributes:
       equations: those that run for each micro-batch, in order.
-      sums: values of which each micro-batch gives a part; the parts are joined. By how: "sum", "max" or "min".
+      sums: values of which each micro-batch gives a part; and how the parts are joined.
       rows: values that the loop keeps for all rows: a later loop, an equation on all rows or an output takes them.
       takes: values that are there when it starts.
       ends: rows that it takes, and nothing after it: others are kept in their place.
@@ -55,7 +56,7 @@ class Loop:
     """
 
     equations: Sequence[Equation]
-    sums: dict[Value, str]
+    sums: dict[Value, Fold]
     rows: Sequence[Value]
     takes: Sequence[Value]
     onto: dict[Value, Value]

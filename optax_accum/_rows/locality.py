@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.folds import SUM
 from optax_accum._rows import moving
 from optax_accum._rows.derivatives import backward, derivative_of, forward
 from optax_accum._rows.moving import Moves
@@ -229,7 +230,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
             if view.has_rows or view.makes_rows or not is_linear or not all(map(moving.is_inexact, a.outvars)):
                 return False
             sums.update(a.outvars)
-        elif is_partial(view) and row.partial.joins == "sum":
+        elif is_partial(view) and row.partial.fold is SUM:
             sums.update(a.outvars)
         elif not _is_free_or_local(view):
             return False

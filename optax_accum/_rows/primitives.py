@@ -10,14 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, evaluation
+from optax_accum._core import compilers, evaluation
+from optax_accum._core.folds import MAX, MIN
 from optax_accum._rows import draws, rules
 from optax_accum._rows.registry import FIRST, PRODUCT, REST, TOGETHER, Positional, Reduction, register
 
 # How parts are reduced
 
 
-def _product(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
+def _product(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], along: Any) -> jax.Array:
     (left, right), params = values, equation.params
     dtype = wide(equation.outvars[0].aval.dtype)
     options = {key: params[key] for key in ("out_sharding",) if params.get(key) is not None}
@@ -27,28 +28,28 @@ def _product(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], o
     return compilers.as_written(product, left, right)
 
 
-def _added(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
+def _added(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], along: Any) -> jax.Array:
     operand, at, updates = values
     zeros = jnp.zeros(operand.shape, wide(operand.dtype))
     options = {key: equation.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
     return jax.lax.scatter_add(zeros, at, updates.astype(zeros.dtype), **options)  # filled rows are not in order
 
 
-def _convolved(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Any) -> jax.Array:
+def _convolved(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], along: Any) -> jax.Array:
     dtype = wide(equation.outvars[0].aval.dtype)
     (result,) = evaluation.bind(equation.replace(params=equation.params | {"preferred_element_type": dtype}), values)
     return result
 
 
-def _as_it_is(equation: Any, values: Sequence[Any], wide: Any, over: Callable[..., jax.Array]) -> jax.Array:
-    return over(values[0], axis=equation.params["axes"])
+def _as_it_is(equation: Any, values: Sequence[Any], wide: Any, along: Callable[..., jax.Array]) -> jax.Array:
+    return along(values[0], axis=equation.params["axes"])
 
 
 _SUM = Reduction(rules.reduced)
-_MAX = Reduction(rules.reduced, "max", jnp.max, dtypes.lowest, _as_it_is)
-_MIN = Reduction(rules.reduced, "min", jnp.min, dtypes.highest, _as_it_is)
-_AND = Reduction(rules.flags, "min", jnp.all, dtypes.highest, _as_it_is)
-_OR = Reduction(rules.flags, "max", jnp.any, dtypes.lowest, _as_it_is)
+_MAX = Reduction(rules.reduced, MAX, _as_it_is)
+_MIN = Reduction(rules.reduced, MIN, _as_it_is)
+_AND = Reduction(rules.flags, MIN, _as_it_is)
+_OR = Reduction(rules.flags, MAX, _as_it_is)
 
 # The table
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from optax_accum._core.folds import SUM, Fold
 from optax_accum._rows.traces import View
 
 Rule = Callable[[View], bool]
@@ -25,16 +25,8 @@ def _nothing(equation: Any) -> bool:
     return False
 
 
-def _zero(dtype: Any) -> Any:
-    return 0
-
-
-def _sum(rows: jax.Array, axis: Any) -> jax.Array:
-    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as in the loss
-
-
-def _along_axes(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], over: Callable[..., Any]) -> Any:
-    return over(values[0].astype(wide(values[0].dtype)), axis=equation.params["axes"])
+def _along_axes(equation: Any, values: Sequence[Any], wide: Callable[[Any], Any], along: Callable[..., Any]) -> Any:
+    return along(values[0].astype(wide(values[0].dtype)), axis=equation.params["axes"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +35,19 @@ class Reduction:
 
     The parts of the batch, joined, are the result for the batch:
 
-        f(x) = over([f(x_1), ..., f(x_k)], axis=0)
+        f(x) = fold.along([f(x_1), ..., f(x_k)], axis=0)
 
     Attributes:
       rule: whether an equation that takes rows and makes none reduces them so.
-      joins: what joins parts, also over devices: "sum", "max" or "min".
-      over: `over(array, axis=)` joins parts along an axis; by default a sum.
-      nothing: `nothing(dtype)` is the value that changes no result, for rows
-        that are not in the batch; by default 0.
-      part: `part(equation, operands, wide, over)` is the part of some rows:
-        the operands have only these; `wide(dtype)` is the dtype of sums. By
-        default `over` along `equation.params["axes"]` of the only operand.
+      fold: how parts are joined, also over devices: `SUM`, `MAX` or `MIN`.
+      part: `part(equation, operands, wide, along)` is the part of some rows:
+        the operands have only these; `wide(dtype)` is the dtype of sums, and
+        `along` the fold's. By default `along(operand, axis=)`, with
+        `equation.params["axes"]` and the only operand.
     """
 
     rule: Rule
-    joins: str = "sum"
-    over: Callable[..., jax.Array] = _sum
-    nothing: Callable[[Any], Any] = _zero
+    fold: Fold = SUM
     part: Callable[..., jax.Array] = _along_axes
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers
+from optax_accum._core.folds import MAX, MIN, SUM, Fold
 from optax_accum._core.leaves import is_array, is_key, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
@@ -110,11 +111,11 @@ class Device:
             collectives.check_narrow(self.dtype, sums)
         return ending
 
-    def joined(self, reduction: str, value: jax.Array) -> jax.Array:
-        """The sum over all devices, or an extreme, which is not differentiated."""
-        value = value if reduction == "sum" else jax.lax.stop_gradient(value)
-        reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[reduction]
-        return self.vary(reduce(value, self.axes)) if self.axes else value
+    def joined(self, fold: Fold, part: jax.Array) -> jax.Array:
+        """The devices' parts, joined; an extreme is not differentiated."""
+        part = part if fold is SUM else jax.lax.stop_gradient(part)
+        over_devices = {SUM: jax.lax.psum, MAX: jax.lax.pmax, MIN: jax.lax.pmin}[fold]
+        return self.vary(over_devices(part, self.axes)) if self.axes else part
 
     def gathered(self, rows: jax.Array, axis: int) -> jax.Array:
         gather = functools.partial(jax.lax.all_gather, axis_name=self.axes, axis=axis, tiled=True)
@@ -131,7 +132,7 @@ class Device:
 
     def with_whole_cotangent(self, value: Any) -> Any:
         """The value, with the sum of its cotangents over all devices."""
-        return _with_cotangent(lambda ct: self.joined("sum", ct), value)
+        return _with_cotangent(lambda ct: self.joined(SUM, ct), value)
 
     def with_part_of_cotangent(self, value: Any) -> Any:
         """The value, with this device's part of a cotangent that all devices have alike."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, convolutions, evaluation
+from optax_accum._core.folds import SUM
 from optax_accum._rows import derivatives, layers, resized
 from optax_accum._rows.division import ADDS
 from optax_accum._rows.leveling import inside_layers, is_over_layers
@@ -97,7 +98,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
         return _in_step(equation, local, device, values)
     if kind is Kind.PARTIAL:
         part = partial.part_of(equation, units, values, every)
-        return [finished(equation, device.joined(partial.reduction_of(equation).joins, part), store)]
+        return [finished(equation, device.joined(partial.reduction_of(equation).fold, part), store)]
     has_rule = derivatives.has_backward(equation)
     if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
@@ -120,7 +121,7 @@ def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
     """Whether an equation is a sum over the rows of several devices that the batch alone decides."""
     if store.device.is_alone or levels.moving or levels.kinds[equation] is not Kind.PARTIAL:
         return False
-    return partial.reduction_of(equation).joins == "sum" and not equation.name.startswith("scatter")
+    return partial.reduction_of(equation).fold is SUM and not equation.name.startswith("scatter")
 
 
 def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
@@ -147,11 +148,11 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
         return result if value in levels.moving or not levels.moving else jax.lax.stop_gradient(result)
 
     store.parts.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
-    for (value, joins), total in zip(loop.sums.items(), totals, strict=True):
-        if joins == "sum" and not levels.moving and value not in loop.onto:
+    for (value, fold), total in zip(loop.sums.items(), totals, strict=True):
+        if fold is SUM and not levels.moving and value not in loop.onto:
             store.sums[value] = total
             continue
-        total = store.device.joined(joins, total)
+        total = store.device.joined(fold, total)
         if value in loop.onto:
             total = total + store.whole(loop.onto[value])
         store.values[value] = given(value, total.astype(value.aval.dtype))
@@ -186,8 +187,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.parts), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
-        return results[: len(loop.rows)], [partial.OVER[joins](leaf, axis=0) for joins, leaf in found]
-    sums = [store.asked.get(value, Result(joins)) for value, joins in loop.sums.items()]
+        return results[: len(loop.rows)], [fold.along(leaf, axis=0) for fold, leaf in found]
+    sums = [store.asked.get(value, Result(fold)) for value, fold in loop.sums.items()]
     sampled = store.sampled if any(one.square is not None for one in sums) else NOTHING
     results = [*[Result()] * len(loop.rows), *sums]
     replaced = _replaced(loop, moving, xs)

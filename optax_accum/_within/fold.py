@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import adding, arithmetic, compilers, evaluation, tracing
+from optax_accum._core.folds import SUM, Fold
 from optax_accum._space import meshes
-from optax_accum._within import partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Result:
     """What becomes of a result of the micro-batches.
 
     Attributes:
-      joins: how their parts are joined: "sum", "max" or "min"; None for rows, which are stacked.
+      fold: how their parts are joined; None for rows, which are stacked.
       dtype: in which a sum is added; None for its own.
       square: zeros for `|part|^2` of a sum, if it is measured.
       over: the array of `xs` in whose place rows are stacked: nothing else takes it.
       finish: what the sum is mapped to, where the last part has been added: see `adding.Sum`.
     """
 
-    joins: str | None = None
+    fold: Fold | None = None
     dtype: Any = None
     square: Any = None
     over: int | None = None
@@ -55,8 +55,8 @@ def folded(
     start: list[Any] = []
     kinds: list[Any] = list(program.out_avals)
     for place, (kind, result) in enumerate(zip(kinds, results, strict=True)):
-        if result.joins is not None:
-            leaf = meshes.filled([], kind, partial.NOTHING[result.joins](kind.dtype), result.dtype)
+        if result.fold is not None:
+            leaf = meshes.filled([], kind, result.fold.nothing(kind.dtype), result.dtype)
         else:
             leaf = _empty(count, kind, xs, place) if result.over is None else xs[result.over]
         start.append(evaluation.varying_as([leaf], [kind])[0])
@@ -72,10 +72,10 @@ def folded(
         for leaf, new, result, added in zip(leaves, found, results, sums, strict=True):
             if added is not None:
                 after.append(added.total)
-            elif result.joins is None:
+            elif result.fold is None:
                 after.append(jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0))
             else:
-                after.append(partial.TOGETHER[result.joins](leaf, new))
+                after.append(result.fold.join(leaf, new))
         squares = [added.square for added in sums if added is not None and added.square is not None]
         return after, sample(samples, squares, index)
 
@@ -101,7 +101,7 @@ def _empty(count: int, row: Any, xs: list[jax.Array], place: int) -> jax.Array:
 
 
 def _sum(leaf: Any, result: Result, ends: bool) -> adding.Sum | None:
-    return adding.Sum(leaf, result.square, finish=result.finish if ends else None) if result.joins == "sum" else None
+    return adding.Sum(leaf, result.square, finish=result.finish if ends else None) if result.fold is SUM else None
 
 
 def _eagerly(
@@ -113,10 +113,10 @@ def _eagerly(
         squares, found = [], part(jnp.int32(index), [leaf[index] for leaf in xs])
         for place, (leaf, result) in enumerate(zip(found, results, strict=True)):
             leaf = leaf if result.dtype is None else leaf.astype(result.dtype)
-            if result.joins is None:
+            if result.fold is None:
                 totals[place] = [*(totals[place] or []), leaf]
             else:
-                totals[place] = leaf if not index else partial.TOGETHER[result.joins](totals[place], leaf)
+                totals[place] = leaf if not index else result.fold.join(totals[place], leaf)
             if result.square is not None:
                 squares.append(arithmetic.squared_norm(leaf, result.square.dtype, result.square.ndim))
         samples = sample(samples, squares, index)

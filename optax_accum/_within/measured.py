@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_accum._core import dtypes
+from optax_accum._core.folds import SUM
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._loss.meter import Meter
 from optax_accum._rows.levels import Levels
@@ -17,7 +18,7 @@ from optax_accum._within.traced_call import TracedCall
 
 def sums_of(levels: Levels) -> set[Value]:
     """The values that loops add up; of an extreme, as the rule of a parameter may return it, there is no sum."""
-    return {value for loop in levels.loops for value, joins in loop.sums.items() if joins == "sum"}
+    return {value for loop in levels.loops for value, fold in loop.sums.items() if fold is SUM}
 
 
 def sum_of(value: Value, levels: Levels) -> Value | None:
@@ -75,7 +76,7 @@ def measured(
     asked = dict(asked)
     for value, square, of in zip(found, squares, gradient, strict=True):
         if value is not None:
-            asked[value] = dataclasses.replace(asked.get(value) or asked.get(of) or Result("sum"), square=square)
+            asked[value] = dataclasses.replace(asked.get(value) or asked.get(of) or Result(SUM), square=square)
 
     order = [value for loop in loops[:1] for value in loop.sums if value in sums]
 

@@ -10,10 +10,6 @@ from optax_accum._rows.program import Equation
 from optax_accum._rows.registry import Reduction, known
 from optax_accum._rows.units import Units
 
-OVER = {"sum": lambda leaf, axis: jnp.sum(leaf, axis, dtype=leaf.dtype), "max": jnp.max, "min": jnp.min}
-NOTHING = {"sum": lambda dtype: 0, "max": dtypes.lowest, "min": dtypes.highest}
-TOGETHER = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
-
 
 def reduction_of(equation: Equation) -> Reduction:
     return known(equation.name).partial
@@ -28,10 +24,10 @@ def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
             return value
         counts = units.counts(numbers, value.shape[axis])
         counts = jnp.expand_dims(counts, [dim for dim in range(value.ndim) if dim != axis])
-        return jnp.where(counts, value, jnp.asarray(reduction.nothing(value.dtype), value.dtype))
+        return jnp.where(counts, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
 
     pairs = zip(values, (value.axis for value in equation.ins), strict=True)
-    return reduction.part(equation.single, [filled(*pair) for pair in pairs], _wide, reduction.over)
+    return reduction.part(equation.single, [filled(*pair) for pair in pairs], _wide, reduction.fold.along)
 
 
 def _wide(dtype: Any) -> Any:

@@ -18,7 +18,7 @@ from optax_accum._loss.parts import Parts, Returns
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
-from optax_accum._within import microbatches, reductions, shared, splitting, weights
+from optax_accum._within import microbatches, reductions, shared, splitting
 from optax_accum._within.microbatches import Iteration
 
 _AGAIN = (
@@ -206,7 +206,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
     device.check_nested(traced)
-    shares, alive = weights.weigh(micro_batches, rules.weight_fn, traced)
+    shares, alive = microbatches.weigh(micro_batches, rules.weight_fn, traced)
     outputs = rules.outputs(traced.shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import dtypes, evaluation
+from optax_accum._core.folds import MAX, MIN, Fold
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
@@ -164,16 +165,16 @@ def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     return meshes.filled([], shape, 0, _wide(shape.dtype))
 
 
-def _filled(number: Callable[[Any], Any], shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return meshes.filled([], shape, number(shape.dtype))
+def _filled(fold: Fold, shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return meshes.filled([], shape, fold.nothing(shape.dtype))
 
 
 def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> jax.Array:
     return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
 
 
-def _combined(combine: Callable[[Any, Any], jax.Array]) -> Callable[..., jax.Array]:
-    return lambda total, output, *_: combine(total, output)
+def _combined(fold: Fold) -> Callable[..., jax.Array]:
+    return lambda total, output, *_: fold.join(total, output)
 
 
 def _stack(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
@@ -203,8 +204,8 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
 _ROWS = (
     Reduction("mean", "sum", _zeros, _scaled, check=_check_inexact),
     Reduction("sum", "sum", _zeros, lambda a, b, *_: a + b.astype(a.dtype)),
-    Reduction("max", "max", functools.partial(_filled, dtypes.lowest), _combined(jnp.maximum), check=_check_ordered),
-    Reduction("min", "min", functools.partial(_filled, dtypes.highest), _combined(jnp.minimum), check=_check_ordered),
+    Reduction("max", "max", functools.partial(_filled, MAX), _combined(MAX), check=_check_ordered),
+    Reduction("min", "min", functools.partial(_filled, MIN), _combined(MIN), check=_check_ordered),
     Reduction("last", "last", lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
     Reduction("stack", "stack", _stack, lambda stack, output, index, *_: stack.at[index].set(output)),
     Reduction("concat", "concat", _rows, _put_rows, _joined, _check_rows, rows=True),

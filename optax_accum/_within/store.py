@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
+from optax_accum._core.folds import SUM
 from optax_accum._rows.program import Constant, Number, Value
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
@@ -43,7 +44,7 @@ class Store:
         if shared.is_widened(self.values.get(value)):
             return shared.narrowed(self.values[value])
         if value not in self.values and value in self.sums:
-            self.values[value] = self.device.joined("sum", self.sums[value]).astype(value.aval.dtype)
+            self.values[value] = self.device.joined(SUM, self.sums[value]).astype(value.aval.dtype)
         if value not in self.values and value.axis is None:
             self.values[value] = self.parts[value][0]  # the same for each micro-batch
         if value not in self.values:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes
 from optax_accum._core.adding import Finish
+from optax_accum._core.folds import SUM
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
@@ -152,7 +153,7 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
         if value not in sums:
             continue
         before = asked.get(value)
-        asked[value] = Result("sum", jnp.promote_types(before.dtype, kind) if before else kind)
+        asked[value] = Result(SUM, jnp.promote_types(before.dtype, kind) if before else kind)
     sampled, ending = NOTHING, None
     if rules.meter.measures:
         asked, sampled = measured(rules.meter, program, gradient, asked)

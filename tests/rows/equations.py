@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers, evaluation
+from optax_accum._core.folds import SUM
 from optax_accum._rows import locality, resized
 from optax_accum._rows.program import Equation, Program, Value
 from optax_accum._rows.registry import known
@@ -178,8 +179,8 @@ def _joined_parts(found, number, values):
     for index in range(number):
         values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in equation.ins]
         parts.append(partial.part_of(equation, units, values, units.of_part(index)))
-    total = partial.reduction_of(equation).over(jnp.stack(parts), axis=0)
-    of_sum = partial.reduction_of(equation).joins == "sum" and jnp.issubdtype(parts[0].dtype, jnp.inexact)
+    total = partial.reduction_of(equation).fold.along(jnp.stack(parts), axis=0)
+    of_sum = partial.reduction_of(equation).fold is SUM and jnp.issubdtype(parts[0].dtype, jnp.inexact)
     assert not of_sum or jnp.finfo(parts[0].dtype).bits >= 32
     return [by_level.finished(equation, total, store)]
 
@@ -263,7 +264,7 @@ def of_units(found, units, values):
 
 def true_in_parts(found):
     """Parts, joined, against the whole, with the gradient of a sum; an extreme in parts is not differentiated."""
-    moves = moving(found) if partial.reduction_of(found.equation).joins == "sum" else []
+    moves = moving(found) if partial.reduction_of(found.equation).fold is SUM else []
     in_parts = lambda values: _joined_parts(found, min(found.units, 4), values)
     pair = [with_gradient(found, run, random_cotangents(found), moves) for run in (in_parts, at_once(found))]
     return [[*results, *grads] for results, grads in pair]

@@ -15,6 +15,7 @@ import numpy as np
 
 from optax_accum._arguments.roles import Roles
 from optax_accum._core import evaluation
+from optax_accum._core.folds import SUM
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.program import Equation, Value
@@ -32,7 +33,7 @@ WIDE = 2.0**-23  # numbers of more digits are compared as if they had so many
 def traced(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
     """A loss of parameters and a batch, as micro-batches run it."""
     call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
-    return trace_call(lambda call: call.apply(loss), call, Sizes(parts, None, 1), call.params)
+    return trace_call(lambda call: call.apply(loss), call, Sizes(parts, None), call.params)
 
 
 def traced_gradient(loss: Any, params: Any, batch: Any, parts: int = 5) -> TracedCall:
@@ -121,7 +122,7 @@ def _difference(call: TracedCall, equation: Equation, values: Sequence[Any], who
     follows = kind is Kind.PARTIAL and not equation.view.has_rows  # a sum, of which each micro-batch has a part
     sums = call.levels.parts if follows else set[Value]()
     is_still = equation.name == "while" or (
-        kind is Kind.PARTIAL and not follows and partial.reduction_of(equation).joins != "sum"
+        kind is Kind.PARTIAL and not follows and partial.reduction_of(equation).fold is not SUM
     )
     pairs = zip(values, moves, strict=True)
     moves = [moving and not is_still and _is_inexact(value) for value, moving in pairs]
@@ -150,7 +151,7 @@ def _difference(call: TracedCall, equation: Equation, values: Sequence[Any], who
 
         parts = jax.lax.map(part, (jnp.arange(units.parts), cut))
         if kind is Kind.PARTIAL and not follows:
-            return [by_level.finished(equation, partial.reduction_of(equation).over(parts[0], axis=0), store)]
+            return [by_level.finished(equation, partial.reduction_of(equation).fold.along(parts[0], axis=0), store)]
         inside = call.levels.bodies.get(equation)
         are_parts = inside.parts if inside else [follows] * len(equation.outs)
         triples = zip(parts, equation.outs, are_parts, strict=True)
