@@ -25,6 +25,7 @@ from optax_accum._across.discard import discard_window
 from optax_accum._across.jit_step import jit_step
 from optax_accum._across.mean_grads import mean_grads
 from optax_accum._across.multi_steps import from_multi_steps
+from optax_accum._across.policy import discard_if
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients
 from optax_accum._core.state import AccumulationState, has_updated
@@ -55,6 +56,7 @@ __all__ = [
     "apply_gradients",
     "batching",
     "checkpoint",
+    "discard_if",
     "discard_window",
     "explain",
     "from_multi_steps",

@@ -104,7 +104,8 @@ def fields_of(state: AccumulationState) -> Fields:
 
 def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields: Fields) -> AccumulationState:
     """The state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
-    closes, emits = flags.known(closes), flags.known(closing.emits)
+    rejected = fields.pop("rejected", False)
+    closes, emits = flags.known(closes), flags.known(flags.both(closing.emits, flags.negated(rejected)))
 
     def reset(total: Any) -> Any:
         return flags.selected(closes, jnp.zeros_like(total), total)

@@ -1,4 +1,4 @@
-"""What happens to a micro-batch that is not finite: a table of policies, and one entry for callables."""
+"""What happens to a micro-batch that is not finite: a table of policies, and two entries for rules of users."""
 
 import inspect
 from collections.abc import Callable
@@ -26,6 +26,8 @@ class Policy(NamedTuple):
       waits: whether a micro-batch that is left out is no micro-step: the window waits for another.
       accepts: `(space, total, weight) -> flag`: whether a window whose weight can divide its sum may emit it.
       reads: whether `accepts` reads the sum, so that only a window that closes asks.
+      rejects: `(gradient, state, params) -> (discard, info)`: whether a window makes no update, by the gradient that
+        the inner optimizer would get; None if nothing asks.
       unseen: whether a backward pass may add to the sum before anyone has looked.
       blank: `params -> info` before the first micro-step.
       text: the value of `nonfinite`, for a message.
@@ -35,12 +37,75 @@ class Policy(NamedTuple):
     waits: bool = False
     accepts: Callable[[Space, Tree, Weight], Flag] = lambda space, total, weight: True
     reads: bool = False
+    rejects: Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]] | None = None
     unseen: bool = False
     blank: Callable[[Tree], Tree] = lambda params: ()
     text: str = "a callable"
 
 
+class WindowRule(NamedTuple):
+    """A rule on the gradient of a window: see `discard_if`."""
+
+    rule: Skip
+
+
+def discard_if(rule: Skip) -> WindowRule:
+    """Returns a `nonfinite` that discards windows by their mean gradient.
+
+        tx = accumulate_gradients(inner, 8, nonfinite=discard_if(rule))
+
+    For spikes: the gradient of the whole batch tells them, and a
+    micro-batch's alone, which is noisier, does not. A window that `rule`
+    discards makes no update: parameters and the inner optimizer's state stay
+    as they are, bit for bit, `has_updated` is False, and `discarded` counts
+    it.
+
+    Args:
+      rule: `rule(gradient, gradient_step, params) -> (discard, info)`, as a
+        callable `nonfinite`, but asked once per window: `gradient` is what
+        `inner` would get, reduced over all devices; `params` may be None.
+        `discard` is a bool scalar; `state.skip_state` holds the last `info`.
+        A rule with a parameter `info` is given the last one, and at first
+        the default of that parameter.
+
+    Returns:
+      What `accumulate_gradients(nonfinite=)` takes.
+
+    Raises:
+      TypeError: `rule` is no function, or returns something else.
+
+    Guarantees:
+      * A window whose gradient is not finite is discarded only if the rule
+        says so: `~(norm < limit)` is True for a NaN.
+      * `devices`: works, and costs no further reduction.
+      * With `statistics`, a window that is discarded is no sample.
+
+    Example:
+      Gradients with ten times the usual norm make no update:
+
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> def spike(gradient, gradient_step, params, info=jnp.inf):
+      ...     norm = optax.tree.norm(gradient)
+      ...     discard = ~(norm < 10 * info)
+      ...     usual = jnp.where(jnp.isinf(info), norm, 0.9 * info + 0.1 * norm)
+      ...     return discard, jnp.where(discard, info, usual)
+      >>> tx = optax_accum.accumulate_gradients(
+      ...     optax.sgd(0.1), every=2, nonfinite=optax_accum.discard_if(spike))
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> for size in (1.0, 1.2, 90.0, 1.0):  # the second window has a spike
+      ...     updates, state = tx.update(jnp.full(2, size), state, params)
+      >>> print(state.gradient_step, state.discarded, state.skip_state)
+      1 1 1.555635
+    """
+    if not callable(rule):
+        raise TypeError(f"rule must be a function (gradient, gradient_step, params): rule={short(rule)}. Pass one.")
+    return WindowRule(rule)
+
+
 def as_policy(nonfinite: Any) -> Policy:
+    if isinstance(nonfinite, WindowRule):
+        return _of_window(nonfinite.rule)
     if callable(nonfinite):
         return _of_callable(cast(Skip, nonfinite))
     return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
@@ -68,25 +133,36 @@ TABLE = {
 
 def _of_callable(skip: Skip) -> Policy:
     """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
-    remembers = inspect.signature(skip).parameters.get("info")
+    answer, blank = _remembering(skip)
+    return Policy(lambda space, grads, weight, *rest: answer(grads, *rest), waits=True, blank=blank)
+
+
+def _of_window(rule: Skip) -> Policy:
+    rejects, blank = _remembering(rule)
+    return Policy(_join_all, rejects=rejects, unseen=True, blank=blank, text="discard_if")
+
+
+def _remembering(rule: Skip) -> tuple[Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]], Any]:
+    """The answer of a rule for a gradient, and its `info` before the first."""
+    remembers = inspect.signature(rule).parameters.get("info")
     if remembers and remembers.default is inspect.Parameter.empty:
         raise TypeError(
             "A callable nonfinite with a parameter info must say what it is given first: info has no default. Write "
             "info=(0.0, 0), say."
         )
 
-    def screen(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+    def answer(grads: Tree, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
         last = {"info": state.skip_state} if remembers else {}
-        skipped, info = _as_screened(skip(grads, state.gradient_step, params, **last))
+        skipped, info = _as_screened(rule(grads, state.gradient_step, params, **last))
         return _as_skip(skipped), _like_skip_state(info, state)
 
     def blank(params: Tree) -> Tree:
         if remembers:
             return dtypes.strong(remembers.default)
-        answer = jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)
-        return arithmetic.zeros_of(_as_screened(answer)[1])
+        shapes = jax.eval_shape(rule, params, jnp.zeros([], jnp.int32), params)
+        return arithmetic.zeros_of(_as_screened(shapes)[1])
 
-    return Policy(screen, waits=True, blank=blank)
+    return answer, blank
 
 
 def _as_screened(answer: Any) -> Any:

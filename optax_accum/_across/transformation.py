@@ -36,7 +36,7 @@ def accumulate_gradients(
     reduction: Literal["mean", "sum"] = "mean",
     accumulator_dtype: Any = None,
     emit_dtype: Any = None,
-    nonfinite: policy.Name | policy.Skip = "propagate",
+    nonfinite: policy.Name | policy.Skip | policy.WindowRule = "propagate",
     mean_args: Sequence[str] | Mapping[str, Tree] = ("value",),
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
@@ -99,7 +99,8 @@ def accumulate_gradients(
         `(grads, gradient_step, params) -> (skip, info)`, as
         `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
         callable with a parameter `info` is given what it returned last, and
-        at first the default of that parameter: docs/nan_policy.md.
+        at first the default of that parameter: docs/nan_policy.md. Or
+        `discard_if(rule)`, for a rule on the window's own gradient.
       mean_args: extra arguments which `inner` gets as their weighted mean
         over the window: the names of scalars; or a dict from names to
         examples (0.0 for a scalar, a tree of floating-point arrays or
@@ -188,7 +189,7 @@ def accumulate_gradients(
     if callable(nonfinite) and rules.devices.axes:
         raise ValueError(
             "A callable nonfinite looks at the gradient of a micro-batch, which no device has whole: "
-            f'devices={rules.devices.axes}. Take "skip", "omit" or "discard".'
+            f'devices={rules.devices.axes}. Take "skip", "omit" or "discard", or discard_if(rule).'
         )
     if not divisor.is_mean:
         rules.meter.refuse(

@@ -16,7 +16,7 @@ from optax_accum._across.outcomes import Closing, Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule, was_asked
 from optax_accum._arguments import checks
-from optax_accum._core import arithmetic, flags, matching, sums
+from optax_accum._core import arithmetic, compilers, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_array
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
@@ -94,7 +94,7 @@ def micro_step(
         return close(rules, space, window, like, params, batch.extra_args, outcome)
 
     def hold() -> Any:
-        return leave_open(space, window, outcome, emit)
+        return leave_open(rules, space, window, outcome, emit)
 
     def alike(new: Any) -> Any:
         return inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
@@ -167,7 +167,7 @@ def close(
     extra_args: Mapping[str, Any],
     outcome: Outcome,
 ) -> tuple[Tree, dict[str, Any]]:
-    """Reduces the window, once, and calls the inner optimizer with its mean, or sum.
+    """Reduces the window, once, and calls the inner optimizer with its mean, or sum, unless the policy rejects that.
 
     With the result it returns the fields of the state that change when a window emits.
     """
@@ -175,13 +175,22 @@ def close(
     weight = space.total(window.weight)
     total, left = space.reduced(window.total)
     gradient = arithmetic.divided(total, like, rules.divisor.factor(weight), rules.emit_dtype)
-    extra_args = {**extra_args, **_grad_of_window(extra_args, gradient, like)}
-    learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
-    extra_args = {**extra_args, **outcomes.mean_args(space, state.mean_args, extra_args)}
     params = None if params is None else space.shard(params)
-    updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
-    fields = outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
-    return outcome.of_updates(updates), fields
+
+    def emit() -> tuple[Tree, dict[str, Any]]:
+        extra = {**extra_args, **_grad_of_window(extra_args, gradient, like)}
+        learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
+        extra |= outcomes.mean_args(space, state.mean_args, extra)
+        updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra)
+        return outcome.of_updates(updates), outcomes.fields_of(state) | learnt | {"inner_opt_state": inner_opt_state}
+
+    if rules.policy.rejects is None:
+        result, fields = emit()
+        return result, fields | left
+    rejected, info = rules.policy.rejects(gradient, state, params)
+    discard = lambda: (outcome.of_none(emit), outcomes.fields_of(state))
+    result, fields = compilers.branch(rejected, discard, emit)
+    return result, fields | left | {"rejected": rejected, "skip_state": info}
 
 
 def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -> dict[str, Tree]:
@@ -196,9 +205,12 @@ def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -
 
 @jax.named_scope("optax_accum.hold")
 def leave_open(
-    space: Space, window: Window, outcome: Outcome, emit: Callable[[], tuple[Tree, dict[str, Any]]]
+    rules: WindowRules, space: Space, window: Window, outcome: Outcome, emit: Callable[[], tuple[Tree, dict[str, Any]]]
 ) -> tuple[Tree, dict[str, Any]]:
-    return outcome.of_none(emit), outcomes.fields_of(window.state) | space.held(window.total)
+    fields = outcomes.fields_of(window.state) | space.held(window.total)
+    if rules.policy.rejects is not None:
+        fields |= {"rejected": jnp.array(False), "skip_state": window.state.skip_state}
+    return outcome.of_none(emit), fields
 
 
 def check_state(state: Any) -> None:

@@ -19,8 +19,8 @@ Let cut(v) be the blocks of a value that belong to some units, or the value itse
 * LOCAL, `tanh(x)`: f(cut(operands)) = cut(f(operands)), and the same for its derivative;
 * PARTIAL, `sum(x, 0)`: the results for the parts of the batch, joined, are the result for the batch;
 * MADE, `params[:n]`: runs as it is for n rows; each micro-batch takes the rows at its own places;
-* WHOLE, `sort(x, 0)`, and FREE, `params ** 2`: run as they are. What the counter of a loop over layers decides is LOCAL:
-  each micro-batch has the same one.
+* WHOLE, `sort(x, 0)`, and FREE, `params ** 2`: run as they are. What the counter of a loop over layers decides is
+  LOCAL: each micro-batch has the same one.
 
 Loops over micro-batches have LOCAL equations alone, and take rows only as the cut of a whole array. Inside a body (of a
 checkpoint, a scan over layers), equations that neither take nor make rows run as they are; a body that sees one row (of

@@ -145,6 +145,64 @@ def test_a_callable_decides_and_its_info_is_kept():
     assert state.skipped == 1
 
 
+def spike(gradient, gradient_step, params, info=jnp.inf):
+    norm = optax.tree.norm(gradient)
+    return ~(norm < 5 * info), jnp.where(norm < 5 * info, norm, info)
+
+
+WINDOWS = [[1.0, 1.2], [90.0, 1.0], [np.nan, 1.0], [1.0, 2.0]]  # the second and the third are no usual windows
+STEPS = {
+    "update": lambda tx: compiled(tx)[0],
+    "apply_gradients": lambda tx: compiled(tx)[1],
+    "eager": lambda tx: lambda *args: optax_accum.apply_gradients(tx, *args),
+    "jit_step": lambda tx: optax_accum.jit_step(
+        lambda *args: optax_accum.apply_gradients(tx, *args), donate_argnums=()
+    ),
+}
+
+
+@pytest.mark.parametrize("statistics", [False, True], ids=["plain", "statistics"])
+@pytest.mark.parametrize("way", STEPS)
+def test_a_rule_discards_windows_by_their_mean_gradient(way, statistics):
+    tx = accumulate(2, ADAM, nonfinite=optax_accum.discard_if(spike), statistics=statistics)
+    step, params, state, kept = STEPS[way](tx), PARAMS, tx.init(PARAMS), []
+    for number, window in enumerate(WINDOWS):
+        before, inner, noise = params, state.inner_opt_state, state.statistics
+        for size in window:
+            result, state = step(jnp.full(2, size), state, params)
+            params = optax.apply_updates(params, result) if way == "update" else result
+        if number in (1, 2):
+            chex.assert_trees_all_equal((params, state.inner_opt_state, state.statistics), (before, inner, noise))
+        else:
+            kept.append(jnp.full(2, np.mean(window)))
+        assert bool(optax_accum.has_updated(state)) == (number not in (1, 2))
+    want, alone = PARAMS, ADAM.init(PARAMS)
+    for gradient in kept:
+        updates, alone = ADAM.update(gradient, alone, want)
+        want = optax.apply_updates(want, updates)
+    np.testing.assert_allclose(params, want, rtol=1e-6)
+    assert (state.gradient_step, state.discarded, state.skipped) == (2, 2, 0)
+    np.testing.assert_allclose(state.skip_state, 1.5 * np.sqrt(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, None], ids=str)
+def test_a_rule_on_windows_that_hold_nothing_or_end_when_told(every):
+    tx = accumulate(every, nonfinite=optax_accum.discard_if(lambda gradient, *_: (jnp.max(gradient) > 2, ())))
+    flush = {} if every else {"flush": True}
+    params, state, _ = run(tx, [GOOD[0], GOOD[1], GOOD[0]], **flush)
+    np.testing.assert_allclose(params, PARAMS - 0.2 * GOOD[0], rtol=1e-6)
+    assert (state.gradient_step, state.discarded) == (2, 1)
+
+
+def test_a_rule_on_windows_is_a_function_that_answers_as_one_on_micro_batches():
+    with pytest.raises(TypeError, match=r"rule must be a function \(gradient, gradient_step, params\): rule=3"):
+        optax_accum.discard_if(3)
+    with pytest.raises(TypeError, match=r"must return \(skip, info\): it returned bool"):
+        accumulate(2, nonfinite=optax_accum.discard_if(lambda *_: True)).init(PARAMS)
+    with pytest.raises(TypeError, match="info has no default"):
+        accumulate(2, nonfinite=optax_accum.discard_if(lambda gradient, step, params, info: (True, info)))
+
+
 def test_skip_keeps_has_updated_honest():
     """`MultiSteps` says that it has updated after a micro-step that it skipped."""
     tx = accumulate(1, nonfinite="skip")
