@@ -1,0 +1,32 @@
+"""The script to start from: both ways make the whole batch's updates, and a run that was stopped goes on."""
+
+import jax
+import numpy as np
+import pytest
+
+from examples import train
+from tests.rows.against import farthest
+
+pytestmark = [pytest.mark.sweep, pytest.mark.slow, pytest.mark.usefixtures("rank_promotion")]
+
+
+def test_both_ways_make_the_updates_of_the_whole_batch(monkeypatch):
+    whole, losses = train.main(["--updates", "3"])
+    within, ours = train.main(["--updates", "3", "--within", "4"])
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)  # with the same masks of dropout
+    assert farthest(within["ema"], whole["ema"]) < 1e-3
+    without = lambda rate, **options: lambda h: h
+    monkeypatch.setattr(train.nn, "Dropout", without)
+    _, losses = train.main(["--updates", "3"])
+    across, ours = train.main(["--updates", "3", "--across", "4"])
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    assert (across["calls"], across["opt"].gradient_step) == (12, 3)
+
+
+def test_a_run_goes_on_in_the_middle_of_a_window(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "SAVE_EVERY", 6)
+    options = ["--across", "4", "--checkpoints", str(tmp_path), "--updates"]
+    first, losses = train.main([*options, "2"])  # eight calls: saved after the sixth
+    again, rest = train.main([*options, "2"])
+    assert (len(losses), len(rest)) == (2, 1)
+    jax.tree.map(np.testing.assert_array_equal, again, first)
