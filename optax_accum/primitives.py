@@ -14,10 +14,10 @@ It is trusted: a wrong rule gives wrong gradients. Compare yours with
 the gradient of the whole batch, for some numbers of micro-batches.
 """
 
-from optax_accum._core.folds import MAX, MIN, SUM
+from optax_accum._core.folds import Fold
 from optax_accum._rows.registration import register
 from optax_accum._rows.registry import Reduction
 from optax_accum._rows.rules import elementwise, leading_axes
 from optax_accum._rows.traces import View
 
-__all__ = ["MAX", "MIN", "SUM", "Reduction", "View", "elementwise", "leading_axes", "register"]
+__all__ = ["Fold", "Reduction", "View", "elementwise", "leading_axes", "register"]

@@ -401,7 +401,7 @@ def test_a_quirk_is_owned_and_needed(quirk):
 )
 def test_a_face_shows_its_names_and_no_more(face):
     module = importlib.import_module(f"optax_accum.{face}".rstrip("."))
-    assert len(set(module.__all__)) == len(module.__all__)  # ruff sorts them
+    assert sorted(module.__all__) == module.__all__
     for name in module.__all__:
         assert len(getattr(module, name).__doc__) > 60, name
     public = {name for name in vars(module) if not name.startswith("_")}

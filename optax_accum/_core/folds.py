@@ -1,9 +1,6 @@
-"""How parts of a value are joined: a sum, or an extreme.
+"""How parts of a value are joined: a sum, or an extreme."""
 
-The maximum over a batch begins with -inf, and is the larger one of the maxima of two micro-batches.
-"""
-
-import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +10,15 @@ import jax.numpy as jnp
 from optax_accum._core import dtypes
 
 
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """A way to join parts.
+def _sum_along(parts: jax.Array, axis: Any) -> jax.Array:
+    return jnp.sum(parts, axis=axis, dtype=parts.dtype)  # integers stay small, and overflow, as in the loss
+
+
+class Fold(enum.Enum):
+    """A way to join the parts of a value: `SUM`, `MAX` or `MIN`.
+
+    The maximum over a batch begins with -inf, and is the larger one of the
+    maxima of two micro-batches.
 
     Attributes:
       nothing: `nothing(dtype)` is the number that changes no result.
@@ -23,15 +26,17 @@ class Fold:
       along: `along(array, axis=)` joins all parts along an axis.
     """
 
-    nothing: Callable[[Any], Any]
-    join: Callable[[jax.Array, jax.Array], jax.Array]
-    along: Callable[..., jax.Array]
+    SUM = (lambda dtype: 0, jnp.add, _sum_along)
+    MAX = (dtypes.lowest, jnp.maximum, jnp.max)
+    MIN = (dtypes.highest, jnp.minimum, jnp.min)
+
+    def __init__(
+        self,
+        nothing: Callable[[Any], Any],
+        join: Callable[[jax.Array, jax.Array], jax.Array],
+        along: Callable[..., jax.Array],
+    ):
+        self.nothing, self.join, self.along = nothing, join, along
 
 
-def _sum_along(parts: jax.Array, axis: Any) -> jax.Array:
-    return jnp.sum(parts, axis=axis, dtype=parts.dtype)  # integers stay small, and overflow, as in the loss
-
-
-SUM = Fold(lambda dtype: 0, jnp.add, _sum_along)
-MAX = Fold(dtypes.lowest, jnp.maximum, jnp.max)
-MIN = Fold(dtypes.highest, jnp.minimum, jnp.min)
+SUM, MAX, MIN = Fold.SUM, Fold.MAX, Fold.MIN

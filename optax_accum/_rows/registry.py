@@ -39,7 +39,7 @@ class Reduction:
 
     Attributes:
       rule: whether an equation that takes rows and makes none reduces them so.
-      fold: how parts are joined, also over devices: `SUM`, `MAX` or `MIN`.
+      fold: how parts are joined, also over devices.
       part: `part(equation, operands, wide, along)` is the part of some rows:
         the operands have only these; `wide(dtype)` is the dtype of sums, and
         `along` the fold's. By default `along(operand, axis=)`, with
