@@ -61,15 +61,15 @@ def main() -> None:
         if said is None:
             failed.append(name)
         else:
-            command = " ".join(["python -m", f"benchmarks.{name}", *arguments])
-            part = _results.Part(command, _results.excerpt(name, said))
+            part = _results.part(name, arguments, said)
             parts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(part)
             print(said, flush=True)
     if failed:
         raise SystemExit(f"Failed, and nothing is written: {', '.join(failed)}.")
     if "accelerators" in options.names and accelerators.FACTS.exists() and not options.quick:
-        text = _facts(json.loads(accelerators.FACTS.read_text()))
-        parts.setdefault("compiled", []).append(_results.Part("python -m benchmarks.accelerators", text))
+        part = _results.part("accelerators", [], _facts(accelerators.record()))
+        commit, source = accelerators.code()
+        parts.setdefault("compiled", []).append(part._replace(commit=commit, source=source))
     if options.output:
         old = options.output.read_text() if options.output.exists() else ""
         new = {kind: _results.section(kind, said, options.quick) for kind, said in parts.items()}

@@ -16,8 +16,8 @@ Row = dict[str, str]
 
 def rows(page: str, program: str, heading: str = "") -> list[Row]:
     """Returns the rows of the first table that a program printed, or of that under a heading."""
-    parts = (part for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:] for part in _results.split(text)[1])
-    (body,) = (body for mark, body, _ in parts if re.search(rf"benchmarks\.{program}\b", mark))
+    parts = (part for text in _results.sections(page) for part, _ in _results.split(text)[1])
+    (body,) = (part.text for part in parts if part.name == program)
     table = re.search(r"(?:^\|.*\n?)+", body[body.index(heading) :], re.MULTILINE)[0]
     head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines())
     return [dict(zip(head, line, strict=True)) for line in lines]

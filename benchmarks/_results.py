@@ -1,11 +1,15 @@
-"""What stands in benchmarks/RESULTS.md: parts, each with the command that printed it and a digest, in sections."""
+"""What stands in benchmarks/RESULTS.md: parts in sections.
 
-import datetime
+A part is signed: the command that printed it, the commit, a digest of the part, which shows a change by hand, and a
+digest of the benchmark's source, which shows that the benchmark has changed since.
+"""
+
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks import _measure
+from benchmarks import _code, _measure
 
 WHY = {  # a target was missed, by the beginning of its name
     "window, apply_gradients / ideal": (
@@ -75,29 +79,50 @@ TITLES = {
     "counts": "Counts",
     "compiled": "Compiled facts by target",
 }
-SIGNED = re.compile(r"\n\nPrinted by `(python -m .*?)`, \d{4}-\d\d-\d\d\. <!-- (\w+) -->(?=\n|\Z)")
+SIGNED = re.compile(r"\n\nPrinted by `(python -m .*?)` at commit (.*?)\. <!-- (\w+) (\w+) -->(?=\n|\Z)")
 
 
 class Part(NamedTuple):
-    """What a command printed."""
+    """What a command printed, and of which code: the commit, and a digest of the benchmark's source."""
 
     command: str
     text: str
+    commit: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """The benchmark's."""
+        return re.search(r"python -m benchmarks\.(\w+)", self.command)[1]
+
+    def __str__(self) -> str:
+        digests = f"<!-- {digest(self.text)} {self.source} -->"
+        return f"{self.text}\n\nPrinted by `{self.command}` at commit {self.commit}. {digests}"
+
+
+def part(name: str, arguments: Sequence[str], text: str) -> Part:
+    """Returns what a benchmark has just printed, as it stands on the page."""
+    command = " ".join(["python -m", f"benchmarks.{name}", *arguments])
+    return Part(command, body(excerpt(name, text)), _code.commit(), _code.digest(name))
 
 
 def section(kind: str, parts: list[Part], quick: bool = False) -> str:
     """Returns a section: the machine and versions stand in its heading, and no more in its parts."""
     facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
     facts += "\n* run: `--quick`, a sample" if quick else ""
-    return "\n\n".join([f"## {TITLES.get(kind, kind)}", facts, *map(signed, parts)]) + "\n"
+    return written(f"## {TITLES.get(kind, kind)}\n\n{facts}", parts)
 
 
-def signed(part: Part) -> str:
-    """Returns a part as it stands on the page, with its command, the day and a digest: a change by hand is seen."""
-    text = re.sub(r"^\* (device|host|versions): .*\n", "", part.text, flags=re.MULTILINE)
+def written(head: str, parts: list[Part]) -> str:
+    """Returns a section, each part with its signature below it."""
+    return "\n\n".join([head, *map(str, parts)]) + "\n"
+
+
+def body(text: str) -> str:
+    """Returns what a benchmark printed as it stands on the page: in a section, without the machine."""
+    text = re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE)
     text = explained(re.sub(r"\n{3,}", "\n\n", text))
-    text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
-    return f"{text}\n\nPrinted by `{part.command}`, {datetime.date.today()}. <!-- {digest(text)} -->"
+    return re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
 
 
 def excerpt(name: str, text: str) -> str:
@@ -130,26 +155,38 @@ def explained(text: str) -> str:
 def changed(page: str) -> list[str]:
     """Returns the headings of the parts that are not as their command printed them, or have none."""
     found = []
-    for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]:
+    for text in sections(page):
         _, parts, rest = split(text)
-        found += [body for _, body, written in parts if digest(body) != written] + ([rest] if rest else [])
+        found += [part.text for part, written in parts if digest(part.text) != written] + ([rest] if rest else [])
     return [re.search(r"^#* *(.*)$", body, re.MULTILINE)[1] for body in found]
 
 
-def split(text: str) -> tuple[str, list[tuple[str, str, str]], str]:
-    """Splits a section into its heading with the machine, (signature, text, digest) of each part, and what is left."""
+def outdated(page: str) -> list[str]:
+    """Returns the benchmarks that have changed since they printed their part."""
+    parts = [part for text in sections(page) for part, _ in split(text)[1]]
+    return [part.name for part in parts if _code.digest(part.name) != part.source]
+
+
+def sections(page: str) -> list[str]:
+    """Returns the sections of a page, without what stands before them."""
+    return re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+
+
+def split(text: str) -> tuple[str, list[tuple[Part, str]], str]:
+    """Splits a section into its heading with the machine, each part with its written digest, and what is left."""
     text = text.rstrip() + "\n"
     head = re.match(r"## .*\n\n(?:\* .*\n)*", text)[0]
     parts, start = [], len(head)
     for mark in SIGNED.finditer(text):
-        parts.append((mark[0], text[start : mark.start()].strip(), mark[2]))
+        command, commit, written, source = mark.groups()
+        parts.append((Part(command, text[start : mark.start()].strip(), commit, source), written))
         start = mark.end()
     return head.strip(), parts, text[start:].strip()
 
 
 def merged(old: str, new: dict[str, str]) -> str:
     """Returns the page with these sections; on the same machine, old parts that were not printed anew stay."""
-    kept = {part.splitlines()[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
+    kept = {text.splitlines()[0]: text for text in sections(old)}
     for text in new.values():
         title = text.splitlines()[0]
         kept[title] = joined(kept[title], text) if title in kept else text
@@ -162,7 +199,5 @@ def joined(old: str, new: str) -> str:
     (before, kept, _), (head, parts, _) = split(old), split(new)
     if before != head:
         return new
-    program = lambda part: re.search(r"python -m ([\w.]+)", part[0])[1]
-    fresh = {program(part): part for part in parts}
-    all_parts = [fresh.pop(program(part), part) for part in kept] + list(fresh.values())
-    return "\n\n".join([head, *(body + mark for mark, body, _ in all_parts)]) + "\n"
+    of_programs = {part.name: part for part, _ in [*kept, *parts]}
+    return written(head, list(of_programs.values()))

@@ -1,6 +1,5 @@
 """What `python -m benchmarks` says and refuses. It times nothing here."""
 
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 
 from benchmarks import __main__ as entry
 from benchmarks import (
+    _code,
     _in_place,
     _measure,
     _one_device,
@@ -139,7 +139,7 @@ def _misses(record):
 
 def test_what_needs_more_memory_in_place_is_what_the_page_explains():
     """Goals: no more than one micro-batch and 0.05 P; with statistics 0.02 P more. Each reason is needed."""
-    record = json.loads(accelerators.FACTS.read_text())
+    record = accelerators.record()
     assert {name.split(", lib")[0] for name in record} == {
         *("h100, JAX 0.9.2", "h100, JAX 0.10.0", "h100, JAX 0.12.0.1", "v5e:4x4, JAX 0.12.0.1", "cpu, JAX 0.12.0.1"),
         "h100, JAX 0.11.0",  # the oldest that overlaps: that alone
@@ -157,7 +157,7 @@ def test_what_needs_more_memory_in_place_is_what_the_page_explains():
 
 def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
     """A tied embedding in bfloat16 at k = 4, checkpointed or not, and norms of a float32 stack, by all compilers."""
-    record = json.loads(accelerators.FACTS.read_text())
+    record = accelerators.record()
     cases = {
         (_in_place.FOUR, "in place"): 0.39,
         (_in_place.KEPT, "in place"): 0.39,
@@ -202,7 +202,7 @@ def test_on_the_accelerator_that_is_here():
 
 
 def printed(name, text):
-    return _results.Part(f"python -m benchmarks.{name}", f"## {name}\n\n* device: here\n\n{text}")
+    return _results.part(name, [], f"## {name}\n\n* device: here\n\n{text}")
 
 
 def test_a_part_is_replaced_and_the_others_stay():
@@ -231,7 +231,7 @@ def test_what_a_hand_has_changed_is_found():
     )
     assert _results.changed(page) == []
     assert _results.changed(page.replace("50", "51")) == ["loops"]
-    assert _results.changed(page.replace("\n\nPrinted by `python -m benchmarks.loops`", "")) == ["loops"]
+    assert _results.changed(page.replace("\n\nPrinted by `python -m benchmarks.loops` at", "")) == ["loops"]
     assert _results.changed(f"{page}\n\n### More\n\n| 1 |") == ["More"]
 
 
@@ -243,6 +243,45 @@ def test_the_results_are_what_their_commands_printed():
     commands = re.findall(r"^Printed by `python -m benchmarks\.(\w+)", RESULTS, re.MULTILINE)
     assert len(commands) == len(set(commands)) > 10
     assert set(commands) <= set(entry.found())
+
+
+# Benchmarks that have changed since they were run. `python -m benchmarks NAME` runs one again: then its name goes.
+OUTDATED = {
+    *("peers", "micro_step", "within_call", "sharded", "calls", "packing", "planning", "compile_time", "convolutions"),
+    *("on_device", "features", "verify_step", "fsdp", "accelerators"),
+}
+
+
+def test_a_result_is_of_the_benchmark_that_is_there():
+    assert set(_results.outdated(RESULTS)) == OUTDATED
+
+
+def test_a_benchmark_that_has_changed_since_is_found(monkeypatch):
+    page = _results.merged("", {"counts": _results.section("counts", [printed("features", "| 1 |")])})
+    assert re.search(
+        r"^Printed by `python -m benchmarks\.features` at commit \S+ of \d{4}-\d\d-\d\d", page, re.MULTILINE
+    )
+    assert _results.outdated(page) == []
+    read = _code.read
+    changed = lambda name: f"{read(name)}\nADDED = 1" if name == "benchmarks._problems" else read(name)
+    monkeypatch.setattr(_code.digest, "__defaults__", (changed,))
+    assert _results.outdated(page) == ["features"]
+
+
+def test_a_digest_of_a_benchmark_is_of_its_statements():
+    """In whatever module of it they stand, and in whatever order."""
+    one = {
+        "benchmarks.a": '"""An a."""\nfrom benchmarks import b\n\nX = 1\n',
+        "benchmarks.b": "@f\ndef g(): return 2\n",
+    }
+    moved = {
+        "benchmarks.a": "import os\nfrom benchmarks.b import g\n",
+        "benchmarks.b": "X = 1\n\n@f\ndef g():  return 2",
+    }
+    digest = lambda sources: _code.digest("a", sources.get)
+    assert digest(one) == digest(moved)
+    for text, new in (("X = 1", "X = 2"), ("@f", "@h"), ("return 2", "return 3")):
+        assert digest({name: source.replace(text, new) for name, source in one.items()}) != digest(one)
 
 
 @pytest.mark.parametrize("path", [*dict.fromkeys(where for where, _ in _pages.TABLES.values()), "README.md"])
@@ -273,7 +312,7 @@ def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
         [_measure.verdict("window, apply_gradients / ideal", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
     )
-    said = _results.signed(_results.Part("python -m benchmarks.x", f"## Title\n\n{rows}\n\n## Next")).splitlines()
+    said = _results.body(f"## Title\n\n{rows}\n\n## Next").splitlines()
     assert next(line for line in said if "MISSED" in line).startswith("| window, apply_gradients / ideal |")
     assert [line for line in said if line.startswith("Missed: ")] == [
         f"Missed: window, apply_gradients / ideal: {_results.WHY['window, apply_gradients / ideal']}."
