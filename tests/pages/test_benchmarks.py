@@ -420,8 +420,8 @@ def test_the_search_of_a_plan_is_held_to_brute_force():
 
 def test_what_counts_as_code():
     source = '"""A module."""\n\n\ndef f(call, x=1):  # a comment\n    """Returns x."""\n    return x\n'
-    counts = code_size.counted({"a.py": source, "b.py": ""})
-    assert (counts["files"], counts["lines"], counts["lines of code"], counts["tokens"]) == (2, 6, 2, 12)
-    assert (counts["docstrings"], counts['that begin with "Returns"']) == (2, 1)
-    assert counts["functions with an argument call (in files)"] == "1 (1)"
+    files = {"a.py": source, "b.py": "", "optax_accum/plan/c.py": "x = 1", "optax_accum/batching/_packing.py": ""}
+    core, products = code_size.counted(files).values()
+    assert (core["files"], core["lines"], core["lines of code"], core["tokens"], core["docstrings"]) == (2, 6, 2, 12, 2)
+    assert (products["files"], products["tokens"]) == (2, 3)
     assert code_size.public_options()["value_and_grad"] >= code_size.public_options()["flax.nnx.value_and_grad"] > 0
