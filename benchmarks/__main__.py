@@ -7,13 +7,11 @@ unless told where. A run replaces the parts that it measured; a machine or versi
 
 import argparse
 import ast
-import json
 import os
 import pathlib
 import pkgutil
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory is for those that are measured
@@ -21,13 +19,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memor
 import jax
 
 import benchmarks
-from benchmarks import _measure, _plots, _results, accelerators
+from benchmarks import _measure, _results, accelerators
 
 HERE = pathlib.Path(__file__).parent
 QUICK = {  # options; the others are left out
     "peers": ["--quick"],
     "micro_step": ["--quick"],
-    "sharded": ["--every", "2", "--seconds", "1", "--devices", "8"],
     "host_time": ["--turns", "5"],
 }
 FULL = {"accelerators": None, "notebooks": None, "features": ["--write"]}  # None: of compilers that are not here
@@ -57,7 +54,7 @@ def main() -> None:
         if arguments is None:
             continue
         print(f"benchmarks.{name} {' '.join(arguments)}", file=sys.stderr, flush=True)
-        said = _said(name, arguments, options.output)
+        said = _said(name, arguments)
         if said is None:
             failed.append(name)
         else:
@@ -108,25 +105,15 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _said(name: str, arguments: list[str], output: pathlib.Path | None) -> str | None:
-    """Returns the output of a benchmark, or None if it fails; draws the peers beside `output`."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = pathlib.Path(folder) / "peers.json"
-        more = [f"--output={record}"] if name == "peers" else []
-        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, *more]
-        # Where the library is not installed, it is where this was found.
-        paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return None
-        pictures = _plots.draw(json.loads(record.read_text()), output) if more and output else []
-    return "\n\n".join([done.stdout.strip(), *(f"![{title}]({path.name})" for title, path in pictures)])
+def _said(name: str, arguments: list[str]) -> str | None:
+    """Returns the output of a benchmark, or None if it fails."""
+    # Where the library is not installed, it is where this was found.
+    paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
+    )
+    return None if done.returncode else done.stdout.strip()
 
 
 def _facts(record: dict[str, Any]) -> str:

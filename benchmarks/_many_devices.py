@@ -1,6 +1,5 @@
 """What a window over several devices becomes: what they say to each other, and the memory of one."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,27 +48,6 @@ def _placed(tx: Any, params: Tree) -> tuple[Tree, Tree]:
     make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
     state = jax.tree.map(make, jax.eval_shape(tx.init, params), placed)
     return state, (jax.tree.map(lambda leaf: leaf.sharding, params), placed)
-
-
-def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields what JAX's own sums over devices become, after the micro-batches of a call."""
-    if len(on.devices) == 1:
-        return
-    params, mesh = layers(), on.mesh()
-    batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
-    gradients = optax_accum.value_and_grad(
-        _dense, num_microbatches=8, devices=optax_accum.Devices("data", to="partial")
-    )
-    scatter = functools.partial(jax.lax.psum_scatter, tiled=True)
-    for name, add, to in (("psum", jax.lax.psum, P()), ("psum_scatter", scatter, P("data"))):
-        each = lambda rows: jax.tree.map(lambda row: add(row[0], "data"), rows)  # noqa: B023
-        summed = jax.shard_map(each, mesh=mesh, in_specs=P("data"), out_specs=to)
-        step = lambda *args: summed(gradients(*args)[1])  # noqa: B023
-        with jax.set_mesh(mesh):
-            yield (
-                f"jax.lax.{name}",
-                _window(on.compile(jax.jit(step).lower(on.shapes(params, mesh=mesh), batch)), size(params)),
-            )
 
 
 WIRES = {"": None, ", bfloat16 wire": jnp.bfloat16}

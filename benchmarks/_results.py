@@ -34,11 +34,6 @@ WHY = {  # a target was missed, by the beginning of its name
         "added. Small programs notice this, and layers that a Python loop takes out of stacked parameters: their "
         "slices are added one by one. Turns differ by 5 to 20 %"
     ),
-    "`value_and_grad` / the whole batch": (
-        "with BatchNorm it computes the whole batch's gradient, level by level, and keeps what crosses; the U-Net in "
-        "micro-batches takes as long by hand without a loop"
-    ),
-    "`value_and_grad` / by hand, without a loop": "by hand BatchNorm sees one micro-batch: another gradient",
     "in place, temporary memory": (
         "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
         "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
@@ -47,31 +42,12 @@ WHY = {  # a target was missed, by the beginning of its name
         "float32 parameters on an H100: XLA writes a gradient to take its norm, instead of adding it by the product "
         "that makes it. In bfloat16, and on a v5e, it is 0"
     ),
-    "time, ours / ": "within the noise of the machine, which is 5 to 15 %; the worst of all tables counts",
 }
 HEAD = """\
 # Results
 
-What `python -m benchmarks` printed; of its longest outputs some tables, all targets and all pictures.
+What `python -m benchmarks` printed.
 """
-SHOWN = {  # of the longest outputs, the tables that stand on the page
-    "peers": (
-        "CNN on digits, k=8",
-        "decoder of stacked layers, k=8",
-        "MLP with Muon, k=8",
-        "model of 2000 leaves, k=8",
-        "MLP, 104.9 M parameters, k=8",
-    ),
-    "micro_step": ("SGD, 4.2 M, k=1", "AdamW, 4.2 M, k=8", "Adafactor, 16.8 M, k=8", "Muon, 16.8 M, k=32"),
-    "within_call": (
-        "stacked, float32, Adam, k=8",
-        "stacked, bfloat16, Adam, k=32",
-        "unrolled, float32, Adam, k=8",
-        "CNN, float32, Adam, k=8",
-        "Contrastive, 1024 rows in chunks of 64",
-    ),
-    "sharded": ("8 devices, k=8",),
-}
 TITLES = {
     "cpu": "CPU time",
     "gpu": "GPU time",
@@ -103,7 +79,7 @@ class Part(NamedTuple):
 def part(name: str, arguments: Sequence[str], text: str) -> Part:
     """Returns what a benchmark has just printed, as it stands on the page."""
     command = " ".join(["python -m", f"benchmarks.{name}", *arguments])
-    return Part(command, body(excerpt(name, text)), _code.commit(), _code.digest(name))
+    return Part(command, body(text), _code.commit(), _code.digest(name))
 
 
 def section(kind: str, parts: list[Part], quick: bool = False) -> str:
@@ -123,17 +99,6 @@ def body(text: str) -> str:
     text = re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE)
     text = explained(re.sub(r"\n{3,}", "\n\n", text))
     return re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
-
-
-def excerpt(name: str, text: str) -> str:
-    """Returns what a benchmark printed without the tables that do not stand on the page."""
-    if name not in SHOWN:
-        return text
-    intro, *blocks = re.split(r"^(?=###+ )", text, flags=re.MULTILINE)
-    headings = {*SHOWN[name], "Targets"}
-    kept = [block for block in blocks if block.splitlines()[0].strip("# ") in headings]
-    pictures = [line for block in blocks if block not in kept for line in block.splitlines() if line.startswith("![")]
-    return "".join([intro, *kept, *(f"\n{line}\n" for line in pictures)])
 
 
 def digest(text: str) -> str:

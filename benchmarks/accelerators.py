@@ -42,7 +42,6 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "cut": _one_device.cuts,
     "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
-    "data parallel, summed by JAX": _many_devices.by_jax,
     "overlap": _many_devices.overlap,
     "overlap, by flag": _many_devices.flags,
     "FSDP": _many_devices.sharded,
