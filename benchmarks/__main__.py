@@ -36,7 +36,6 @@ KINDS = {
     "plan_search": "counts",
     "features": "counts",
     "loops": "counts",
-    "losses": "counts",
     "models": "counts",
     "verify_step": "counts",
     "verify_numpy": "counts",

@@ -30,8 +30,8 @@ def commit() -> str:
 @functools.cache
 def read(module: str) -> str | None:
     """Returns the source of a module; None where the name is no module's."""
-    path = ROOT / f"{module.replace('.', '/')}.py"
-    return path.read_text() if path.exists() else None
+    path = ROOT / module.replace(".", "/")
+    return next((each.read_text() for each in (path.with_suffix(".py"), path / "__init__.py") if each.exists()), None)
 
 
 def digest(name: str, read: Callable[[str], str | None] = read) -> str:
