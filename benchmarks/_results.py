@@ -12,15 +12,6 @@ from typing import NamedTuple
 from benchmarks import _code, _measure
 
 WHY = {  # a target was missed, by the beginning of its name
-    "window, apply_gradients / ideal": (
-        "beside small arrays it shows what a call costs the host: Adafactor has many leaves, and 4.2 M parameters "
-        "are added in a millisecond. On an accelerator a window moves the bytes of the floor"
-    ),
-    "window, apply_gradients with statistics": (
-        "a held micro-step reads the gradient twice, 4 P where 3 P are moved without statistics (1.33), and waits for "
-        "the sum; with k=1 a window without statistics has no accumulator to write"
-    ),
-    "window, MultiSteps / update": "`update` writes updates at each micro-step, which are then applied",
     'to trace and compile, "skip"': (
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
         "medians of 1.10 to 1.39"

@@ -12,17 +12,16 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks import _measure, _problems
 from benchmarks._measure import digits
 from benchmarks._others import WAYS
+from benchmarks._problems import difference, judge
 from benchmarks._process import Process
 from benchmarks._ways import OURS
 
 MODELS = ("CNN on digits", "decoder of stacked layers", "MLP with Muon", "model of 2000 leaves")
-TOLERANCE = 1e-3  # of the largest change in a leaf; rounding stays far below, a lost micro-batch is far above
 
 NOTES = """\
 An update is made of one batch, cut into k micro-batches; "whole batch" makes it in one piece. Each way runs in a fresh
@@ -121,20 +120,6 @@ def why_not(name: str, problem: _problems.Problem) -> str:
     if missing:
         return f"not run: {', '.join(missing)} is not installed"
     return f"n/a: {reason}" if (reason := way.refuses(problem)) else ""
-
-
-def difference(got: _problems.Params, expected: _problems.Params, start: _problems.Params) -> float:
-    """Returns the largest distance in a leaf, in units of its largest change; NaN if one did not change."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        leaves = [abs(got[n] - expected[n]).max() / abs(expected[n] - start[n]).max() for n in sorted(start)]
-    return float(np.max(leaves))  # numpy's: a NaN stays one
-
-
-def judge(case: object, differences: dict[str, float]) -> None:
-    """Ends the run if a way disagrees beyond rounding."""
-    for name, value in differences.items():
-        if not value <= TOLERANCE:
-            raise SystemExit(f"{case}: {name} is another update: difference={value:.1e}, tolerance={TOLERANCE:.0e}.")
 
 
 def _in_turn(processes: Sequence[Process], seconds: float, rounds: int) -> None:

@@ -58,7 +58,7 @@ def test_each_way_is_measured_in_a_process_of_its_own(table):
     for row in table.rows.values():
         assert row.seconds > 0 < row.compile
         assert row.peak > row.program > table.copy
-    assert table.rows[WHOLE].difference == 0 < table.rows[peers.OURS].difference < peers.TOLERANCE
+    assert table.rows[WHOLE].difference == 0 < table.rows[peers.OURS].difference < _problems.TOLERANCE
 
 
 def test_a_way_that_cannot_run_says_why_and_has_no_number(table, monkeypatch):
@@ -82,17 +82,17 @@ def test_ways_that_would_not_fit_together_run_one_by_one(monkeypatch):
 def test_another_update_ends_the_run_before_a_time_is_printed():
     start = {"a": np.zeros(2), "b": np.zeros(1)}
     expected = {"a": np.array([1.0, 2.0]), "b": np.array([1.0])}
-    near = peers.difference({"a": expected["a"] + 1e-6, "b": expected["b"]}, expected, start)
-    peers.judge("a case", {"near": near})
+    near = _problems.difference({"a": expected["a"] + 1e-6, "b": expected["b"]}, expected, start)
+    _problems.judge("a case", {"near": near})
     lost = {"a": expected["a"], "b": expected["b"] * 1.5}
     spoiled = {"a": expected["a"] * np.nan, "b": expected["b"]}
     for wrong in (
-        peers.difference(lost, expected, start),
-        peers.difference(spoiled, expected, start),
-        peers.difference(expected, expected, expected),  # nothing was trained: nothing is compared
+        _problems.difference(lost, expected, start),
+        _problems.difference(spoiled, expected, start),
+        _problems.difference(expected, expected, expected),  # nothing was trained: nothing is compared
     ):
         with pytest.raises(SystemExit, match="a case: other is another update: difference="):
-            peers.judge("a case", {"other": wrong})
+            _problems.judge("a case", {"other": wrong})
 
 
 def test_a_process_that_fails_says_why_in_one_line():
@@ -247,7 +247,7 @@ def test_the_results_are_what_their_commands_printed():
 # Benchmarks that have changed since they were run. `python -m benchmarks NAME` runs one again: then its name goes.
 OUTDATED = {
     *("peers", "micro_step", "packing", "planning", "compile_time"),
-    *("on_device", "features", "verify_step", "models", "fsdp", "accelerators"),
+    *("on_device", "many_leaves", "features", "verify_step", "models", "fsdp", "accelerators"),
 }
 
 
@@ -309,12 +309,12 @@ def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
 
 def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
-        [_measure.verdict("window, apply_gradients / ideal", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
+        [_measure.verdict("statistics, beyond that", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
     )
     said = _results.body(f"## Title\n\n{rows}\n\n## Next").splitlines()
-    assert next(line for line in said if "MISSED" in line).startswith("| window, apply_gradients / ideal |")
+    assert next(line for line in said if "MISSED" in line).startswith("| statistics, beyond that |")
     assert [line for line in said if line.startswith("Missed: ")] == [
-        f"Missed: window, apply_gradients / ideal: {_results.WHY['window, apply_gradients / ideal']}."
+        f"Missed: statistics, beyond that: {_results.WHY['statistics, beyond that']}."
     ]
     assert "### Next" in said
 
