@@ -32,7 +32,6 @@ if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
 KINDS = {
     "code_size": "counts",
-    "fsdp": "compiled",
     "plan_search": "counts",
     "features": "counts",
     "loops": "counts",

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from benchmarks import fsdp
+from benchmarks import _fsdp
 from benchmarks._measure import Tree
 from benchmarks._one_device import OPTIMIZERS, WIDTH, Facts, layers, size
 from optax_accum.accelerators import Target
@@ -217,9 +217,9 @@ def _window(program: Any, copy: int) -> Facts:
 
 def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters gathers and adds up."""
-    for way in fsdp.WAYS if len(on.devices) > 1 else ():
+    for way in _fsdp.WAYS if len(on.devices) > 1 else ():
         for k in (2, 32):
-            found = fsdp.cost(on, way, k, fsdp.Sizes())
+            found = _fsdp.cost(on, way, k, _fsdp.Sizes())
             yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}
 
 
@@ -232,10 +232,10 @@ def replicated(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters says between replicas, and inside one."""
     for way in REPLICATED if len(on.devices) > 1 else ():
         for k in (2, 8):
-            yield f"{way}, k = {k}", between_replicas(on, way, k, fsdp.Sizes())
+            yield f"{way}, k = {k}", between_replicas(on, way, k, _fsdp.Sizes())
 
 
-def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
+def between_replicas(on: Target, way: str, k: int, sizes: _fsdp.Sizes) -> Facts:
     """Compiles the gradient of a window, and reads what it costs."""
     count = len(on.devices)
     mesh = on.mesh("replica", "shard", shape=(REPLICAS, count // REPLICAS))
@@ -259,7 +259,7 @@ def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
 
 def _once(k: int) -> Callable[[Tree, Any], Tree]:
     """Shards are left to the partitioner; replicas exchange theirs after the window."""
-    loss = lambda params, batch: fsdp.loss_of(params, batch, jax.checkpoint(fsdp.block_of))
+    loss = lambda params, batch: _fsdp.loss_of(params, batch, jax.checkpoint(_fsdp.block_of))
     f = optax_accum.value_and_grad(loss, num_microbatches=k, devices="replica")
     return lambda params, batch: f(params, batch)[1]
 
@@ -267,9 +267,9 @@ def _once(k: int) -> Callable[[Tree, Any], Tree]:
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, its gradient scattered and exchanged once."""
     both = ("replica", "shard")
-    block = optax_accum.microbatched(fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
-    return jax.grad(lambda params, batch: fsdp.loss_of(params, batch, block))
+    block = optax_accum.microbatched(_fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
+    return jax.grad(lambda params, batch: _fsdp.loss_of(params, batch, block))
 
 
 ONCE, BY_LAYER = 'value_and_grad(devices="replica")', "by layer"
-REPLICATED = {fsdp.SCAN: fsdp.scan, ONCE: _once, BY_LAYER: _by_layer}
+REPLICATED = {_fsdp.SCAN: _fsdp.scan, ONCE: _once, BY_LAYER: _by_layer}

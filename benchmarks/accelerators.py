@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from benchmarks import _batch_norms, _code, _decoder, _in_place, _many_devices, _measure, _one_device, fsdp
+from benchmarks import _batch_norms, _code, _decoder, _fsdp, _in_place, _many_devices, _measure, _one_device
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
@@ -133,7 +133,7 @@ def targets(record: dict[str, Any]) -> str:
     norms = lambda case, fact: read("BatchNorm", f"{case}, value_and_grad, recompute=0.6", f"{fact} / whole")
     four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
-    between = [read("HSDP", f"{way}, k = 8", "between replicas, P") for way in (_many_devices.ONCE, fsdp.SCAN)]
+    between = [read("HSDP", f"{way}, k = 8", "between replicas, P") for way in (_many_devices.ONCE, _fsdp.SCAN)]
     sent = lambda case: {name: size for name, size in read("overlap", case, "sent, P").items() if name.startswith("h")}
     hidden = lambda case: read("overlap", case, "of it hidden, P")  # on a TPU that is not known
     exposed = lambda case: {name: 1 - hidden(case)[name] / of for name, of in sent(case).items()}

@@ -247,7 +247,7 @@ def test_the_results_are_what_their_commands_printed():
 # Benchmarks that have changed since they were run. `python -m benchmarks NAME` runs one again: then its name goes.
 OUTDATED = {
     *("peers", "micro_step", "packing", "planning", "compile_time"),
-    *("on_device", "many_leaves", "features", "verify_step", "models", "fsdp", "accelerators"),
+    *("on_device", "many_leaves", "features", "verify_step", "models", "accelerators"),
 }
 
 
