@@ -1,8 +1,9 @@
 """The one entry: `python -m benchmarks` runs every benchmark that is here and writes benchmarks/RESULTS.md.
 
-`--list` tells which, names run those alone. `--quick` runs a sample of some in under 3 minutes, and writes nothing
-unless told where. A run replaces the parts that it measured; a machine or versions that differ from those of a section
-(times on a CPU, times on a GPU, counts, what compilers tell) begin it anew.
+`--list` tells which, names run those alone, `--outdated` those that have changed since. `--quick` runs a sample of some
+in under 3 minutes, and writes nothing unless told where. A run replaces the parts that it measured; a machine or
+versions that differ from those of a section (times on a CPU, times on a GPU, counts, what compilers tell) begin it
+anew.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import pathlib
 import pkgutil
 import subprocess
 import sys
-from typing import Any
+from importlib.util import find_spec
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory is for those that are measured
 
@@ -27,10 +28,16 @@ QUICK = {  # options; the others are left out
     "micro_step": ["--quick"],
     "host_time": ["--turns", "5"],
 }
-FULL = {"accelerators": None, "notebooks": None, "features": ["--write"]}  # None: of compilers that are not here
+COMPILERS = {"h100": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "v5e:4x4": ("libtpu",), "cpu": ("jax",)}
+FULL = {
+    "accelerators": ["--targets", *(name for name, packages in COMPILERS.items() if any(map(find_spec, packages)))],
+    "notebooks": None,  # for two accelerators beside each other
+    "features": ["--write"],
+}
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
 KINDS = {
+    "accelerators": "compiled",
     "code_size": "counts",
     "plan_search": "counts",
     "features": "counts",
@@ -46,29 +53,24 @@ def main() -> None:
     if options.list:
         print(_measure.markdown([("benchmark", "what it measures"), *found().items()], left=(0, 1)))
         return
-    parts, failed = {}, []
+    failed = []
     for name in options.names:
         arguments = QUICK.get(name) if options.quick else FULL.get(name, [])
         if arguments is None:
             continue
         print(f"benchmarks.{name} {' '.join(arguments)}", file=sys.stderr, flush=True)
         said = _said(name, arguments)
+        print(said or "", flush=True)
         if said is None:
             failed.append(name)
-        else:
-            part = _results.part(name, arguments, said)
-            parts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(part)
-            print(said, flush=True)
+        elif options.output:
+            part = _of_compilers() if name == "accelerators" else _results.part(name, arguments, said)
+            kind = KINDS.get(name, jax.devices()[0].platform)
+            old = options.output.read_text() if options.output.exists() else ""
+            new = {kind: _results.section(kind, [part], options.quick)}
+            _measure.write(options.output, _results.merged(old, new), None)
     if failed:
-        raise SystemExit(f"Failed, and nothing is written: {', '.join(failed)}.")
-    if "accelerators" in options.names and accelerators.FACTS.exists() and not options.quick:
-        part = _results.part("accelerators", [], _facts(accelerators.record()))
-        commit, source = accelerators.code()
-        parts.setdefault("compiled", []).append(part._replace(commit=commit, source=source))
-    if options.output:
-        old = options.output.read_text() if options.output.exists() else ""
-        new = {kind: _results.section(kind, said, options.quick) for kind, said in parts.items()}
-        _measure.write(options.output, _results.merged(old, new), None)
+        raise SystemExit(f"Failed, and not written: {', '.join(failed)}.")
 
 
 def found() -> dict[str, str]:
@@ -89,6 +91,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run, of those below")
     parser.add_argument("--list", action="store_true", help="print the benchmarks as a table")
+    parser.add_argument(
+        "--outdated", action="store_true", help="run those that have changed since their part was written"
+    )
     parser.add_argument("--quick", action="store_true", help="run a sample, in under 3 minutes on two quiet cores")
     where = "the file to write (default: benchmarks/RESULTS.md; none with --quick)"
     parser.add_argument("--output", type=_measure.writable, help=where)
@@ -97,9 +102,10 @@ def _options() -> argparse.Namespace:
         parser.error(f"unknown: {', '.join(wrong)}. There are {', '.join(found())}.")
     if options.quick and (slow := [name for name in options.names if name not in QUICK]):
         parser.error(f"not in --quick: {', '.join(slow)}. There are {', '.join(QUICK)}.")
-    options.names = options.names or list(found())
     if not (options.quick or options.output):
         options.output = HERE / "RESULTS.md"
+    outdated = _results.outdated((HERE / "RESULTS.md").read_text()) if options.outdated else found()
+    options.names = options.names or list(outdated)
     return options
 
 
@@ -114,18 +120,14 @@ def _said(name: str, arguments: list[str]) -> str | None:
     return None if done.returncode else done.stdout.strip()
 
 
-def _facts(record: dict[str, Any]) -> str:
-    """Returns the facts that compilers told, of all targets and versions of JAX in the file."""
+def _of_compilers() -> _results.Part:
+    """Returns what compilers told, of all targets and versions of JAX in the file, whenever they were asked."""
+    record = accelerators.record()
     kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
-    return "\n".join(
-        [
-            f"## {', '.join(record)}\n",
-            accelerators.NOTES,
-            "",
-            *(accelerators.table(k, record) for k in kinds),
-            accelerators.targets(record),
-        ]
-    )
+    tables = [accelerators.table(kind, record) for kind in kinds]
+    text = "\n".join([f"## {', '.join(record)}\n", accelerators.NOTES, "", *tables, accelerators.targets(record)])
+    commit, source = accelerators.code()
+    return _results.part("accelerators", [], text)._replace(commit=commit, source=source)
 
 
 if __name__ == "__main__":
