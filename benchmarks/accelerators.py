@@ -86,7 +86,7 @@ def record(path: pathlib.Path = FACTS) -> dict[str, Any]:
 def code(path: pathlib.Path = FACTS) -> tuple[str, str]:
     """Returns the commits of all facts of a file, and a digest of their source: an old one, if there is one."""
     stamps = [stamp for kinds in _read(path)[CODE].values() for stamp in kinds.values()]
-    commits, sources = map(set, zip(*stamps, strict=True))
+    commits, sources = (sorted(set(column)) for column in zip(*stamps, strict=True))
     by_date = sorted(commits, key=lambda commit: commit.split(" of ")[-1])
     return ", ".join(by_date), min(sources, key=lambda source: source == _code.digest("accelerators"))
 
@@ -170,7 +170,8 @@ def targets(record: dict[str, Any]) -> str:
         ),
     ]
     worst = lambda of: max(of, key=lambda name: of[name])
-    return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in verdicts])
+    there = [(what, of, at) for what, of, at in verdicts if of]  # no target of a record may have some kinds
+    return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in there])
 
 
 def part(kind: str, record: dict[str, Any], target: str, cases: str) -> str:

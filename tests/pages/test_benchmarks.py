@@ -244,6 +244,11 @@ def test_the_results_are_what_their_commands_printed():
     assert set(commands) <= set(entry.found())
 
 
+def test_the_facts_of_compilers_are_those_of_the_record():
+    """The same JSON as on the pages; each kind of the code that told it."""
+    assert str(entry._of_compilers()) in RESULTS
+
+
 # Benchmarks that have changed since they were run. `python -m benchmarks NAME` runs one again: then its name goes.
 OUTDATED = {
     *("peers", "micro_step", "packing", "planning", "compile_time"),
