@@ -260,6 +260,11 @@ def test_a_result_is_of_the_benchmark_that_is_there():
     assert set(_results.outdated(RESULTS)) == OUTDATED
 
 
+def test_those_that_have_changed_can_be_run_alone(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--outdated"])
+    assert set(entry._options().names) == OUTDATED
+
+
 def test_a_benchmark_that_has_changed_since_is_found(monkeypatch, tmp_path):
     """With git, and from the files alone where there is none."""
     section = lambda: _results.section("counts", [printed("features", "| 1 |")])
