@@ -33,7 +33,9 @@ FULL = {
     "accelerators": ["--targets", *(name for name, packages in COMPILERS.items() if any(map(find_spec, packages)))],
     "code_size": None,  # another after each commit: a test holds its budget
     "notebooks": None,  # for two accelerators beside each other
+    "support": None,  # of each JAX in an environment of its own
     "features": ["--write"],
+    "loops": ["--page", "docs/compared.md"],
 }
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
