@@ -1,45 +1,49 @@
 """The one entry: `python -m benchmarks` runs every benchmark that is here and writes benchmarks/RESULTS.md.
 
-`--list` tells which, names run those alone. `--quick` runs a sample of some in under 3 minutes, and writes nothing
-unless told where. A run replaces the parts that it measured; a machine or versions that differ from those of a section
-(times on a CPU, times on a GPU, counts, what compilers tell) begin it anew.
+`--list` tells which, names run those alone, `--outdated` those that have changed since. `--quick` runs a sample of some
+in under 3 minutes, and writes nothing unless told where. A run replaces the parts that it measured; a machine or
+versions that differ from those of a section (times on a CPU, times on a GPU, counts, what compilers tell) begin it
+anew.
 """
 
 import argparse
 import ast
-import json
 import os
 import pathlib
 import pkgutil
 import subprocess
 import sys
-import tempfile
-from typing import Any
+from importlib.util import find_spec
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory is for those that are measured
 
 import jax
 
 import benchmarks
-from benchmarks import _measure, _plots, _results, accelerators
+from benchmarks import _measure, _results, accelerators
 
 HERE = pathlib.Path(__file__).parent
 QUICK = {  # options; the others are left out
     "peers": ["--quick"],
     "micro_step": ["--quick"],
-    "sharded": ["--every", "2", "--seconds", "1", "--devices", "8"],
     "host_time": ["--turns", "5"],
 }
-FULL = {"accelerators": None, "notebooks": None, "features": ["--write"]}  # None: of compilers that are not here
+COMPILERS = {"h100": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "v5e:4x4": ("libtpu",), "cpu": ("jax",)}
+FULL = {
+    "accelerators": ["--targets", *(name for name, packages in COMPILERS.items() if any(map(find_spec, packages)))],
+    "code_size": None,  # another after each commit: a test holds its budget
+    "notebooks": None,  # for two accelerators beside each other
+    "support": None,  # of each JAX in an environment of its own
+    "features": ["--write"],
+    "loops": ["--page", "docs/compared.md"],
+}
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
 KINDS = {
-    "code_size": "counts",
-    "fsdp": "compiled",
+    "accelerators": "compiled",
     "plan_search": "counts",
     "features": "counts",
     "loops": "counts",
-    "losses": "counts",
     "models": "counts",
     "verify_step": "counts",
     "verify_numpy": "counts",
@@ -51,29 +55,24 @@ def main() -> None:
     if options.list:
         print(_measure.markdown([("benchmark", "what it measures"), *found().items()], left=(0, 1)))
         return
-    parts, failed = {}, []
+    failed = []
     for name in options.names:
         arguments = QUICK.get(name) if options.quick else FULL.get(name, [])
         if arguments is None:
             continue
         print(f"benchmarks.{name} {' '.join(arguments)}", file=sys.stderr, flush=True)
-        said = _said(name, arguments, options.output)
+        said = _said(name, arguments)
+        print(said or "", flush=True)
         if said is None:
             failed.append(name)
-        else:
-            command = " ".join(["python -m", f"benchmarks.{name}", *arguments])
-            part = _results.Part(command, _results.excerpt(name, said))
-            parts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(part)
-            print(said, flush=True)
+        elif options.output:
+            part = _of_compilers() if name == "accelerators" else _results.part(name, arguments, said)
+            kind = KINDS.get(name, jax.devices()[0].platform)
+            old = options.output.read_text() if options.output.exists() else ""
+            new = {kind: _results.section(kind, [part], options.quick)}
+            _measure.write(options.output, _results.merged(old, new), None)
     if failed:
-        raise SystemExit(f"Failed, and nothing is written: {', '.join(failed)}.")
-    if "accelerators" in options.names and accelerators.FACTS.exists() and not options.quick:
-        text = _facts(json.loads(accelerators.FACTS.read_text()))
-        parts.setdefault("compiled", []).append(_results.Part("python -m benchmarks.accelerators", text))
-    if options.output:
-        old = options.output.read_text() if options.output.exists() else ""
-        new = {kind: _results.section(kind, said, options.quick) for kind, said in parts.items()}
-        _measure.write(options.output, _results.merged(old, new), None)
+        raise SystemExit(f"Failed, and not written: {', '.join(failed)}.")
 
 
 def found() -> dict[str, str]:
@@ -94,6 +93,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run, of those below")
     parser.add_argument("--list", action="store_true", help="print the benchmarks as a table")
+    parser.add_argument(
+        "--outdated", action="store_true", help="run those that have changed since their part was written"
+    )
     parser.add_argument("--quick", action="store_true", help="run a sample, in under 3 minutes on two quiet cores")
     where = "the file to write (default: benchmarks/RESULTS.md; none with --quick)"
     parser.add_argument("--output", type=_measure.writable, help=where)
@@ -102,45 +104,32 @@ def _options() -> argparse.Namespace:
         parser.error(f"unknown: {', '.join(wrong)}. There are {', '.join(found())}.")
     if options.quick and (slow := [name for name in options.names if name not in QUICK]):
         parser.error(f"not in --quick: {', '.join(slow)}. There are {', '.join(QUICK)}.")
-    options.names = options.names or list(found())
     if not (options.quick or options.output):
         options.output = HERE / "RESULTS.md"
+    outdated = _results.outdated((HERE / "RESULTS.md").read_text()) if options.outdated else found()
+    options.names = options.names or list(outdated)
     return options
 
 
-def _said(name: str, arguments: list[str], output: pathlib.Path | None) -> str | None:
-    """Returns the output of a benchmark, or None if it fails; draws the peers beside `output`."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = pathlib.Path(folder) / "peers.json"
-        more = [f"--output={record}"] if name == "peers" else []
-        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, *more]
-        # Where the library is not installed, it is where this was found.
-        paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return None
-        pictures = _plots.draw(json.loads(record.read_text()), output) if more and output else []
-    return "\n\n".join([done.stdout.strip(), *(f"![{title}]({path.name})" for title, path in pictures)])
-
-
-def _facts(record: dict[str, Any]) -> str:
-    """Returns the facts that compilers told, of all targets and versions of JAX in the file."""
-    kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
-    return "\n".join(
-        [
-            f"## {', '.join(record)}\n",
-            accelerators.NOTES,
-            "",
-            *(accelerators.table(k, record) for k in kinds),
-            accelerators.targets(record),
-        ]
+def _said(name: str, arguments: list[str]) -> str | None:
+    """Returns the output of a benchmark, or None if it fails."""
+    # Where the library is not installed, it is where this was found.
+    paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
     )
+    return None if done.returncode else done.stdout.strip()
+
+
+def _of_compilers() -> _results.Part:
+    """Returns what compilers told, of all targets and versions of JAX in the file, whenever they were asked."""
+    record = accelerators.record()
+    kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
+    tables = [accelerators.table(kind, record) for kind in kinds]
+    text = "\n".join([f"## {', '.join(record)}\n", accelerators.NOTES, "", *tables, accelerators.targets(record)])
+    commit, source = accelerators.code()
+    return _results.part("accelerators", [], text)._replace(commit=commit, source=source)
 
 
 if __name__ == "__main__":

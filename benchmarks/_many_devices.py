@@ -1,6 +1,5 @@
 """What a window over several devices becomes: what they say to each other, and the memory of one."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from benchmarks import fsdp
+from benchmarks import _fsdp
 from benchmarks._measure import Tree
 from benchmarks._one_device import OPTIMIZERS, WIDTH, Facts, layers, size
 from optax_accum.accelerators import Target
@@ -49,27 +48,6 @@ def _placed(tx: Any, params: Tree) -> tuple[Tree, Tree]:
     make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
     state = jax.tree.map(make, jax.eval_shape(tx.init, params), placed)
     return state, (jax.tree.map(lambda leaf: leaf.sharding, params), placed)
-
-
-def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields what JAX's own sums over devices become, after the micro-batches of a call."""
-    if len(on.devices) == 1:
-        return
-    params, mesh = layers(), on.mesh()
-    batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
-    gradients = optax_accum.value_and_grad(
-        _dense, num_microbatches=8, devices=optax_accum.Devices("data", to="partial")
-    )
-    scatter = functools.partial(jax.lax.psum_scatter, tiled=True)
-    for name, add, to in (("psum", jax.lax.psum, P()), ("psum_scatter", scatter, P("data"))):
-        each = lambda rows: jax.tree.map(lambda row: add(row[0], "data"), rows)  # noqa: B023
-        summed = jax.shard_map(each, mesh=mesh, in_specs=P("data"), out_specs=to)
-        step = lambda *args: summed(gradients(*args)[1])  # noqa: B023
-        with jax.set_mesh(mesh):
-            yield (
-                f"jax.lax.{name}",
-                _window(on.compile(jax.jit(step).lower(on.shapes(params, mesh=mesh), batch)), size(params)),
-            )
 
 
 WIRES = {"": None, ", bfloat16 wire": jnp.bfloat16}
@@ -239,9 +217,9 @@ def _window(program: Any, copy: int) -> Facts:
 
 def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters gathers and adds up."""
-    for way in fsdp.WAYS if len(on.devices) > 1 else ():
+    for way in _fsdp.WAYS if len(on.devices) > 1 else ():
         for k in (2, 32):
-            found = fsdp.cost(on, way, k, fsdp.Sizes())
+            found = _fsdp.cost(on, way, k, _fsdp.Sizes())
             yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}
 
 
@@ -254,10 +232,10 @@ def replicated(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters says between replicas, and inside one."""
     for way in REPLICATED if len(on.devices) > 1 else ():
         for k in (2, 8):
-            yield f"{way}, k = {k}", between_replicas(on, way, k, fsdp.Sizes())
+            yield f"{way}, k = {k}", between_replicas(on, way, k, _fsdp.Sizes())
 
 
-def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
+def between_replicas(on: Target, way: str, k: int, sizes: _fsdp.Sizes) -> Facts:
     """Compiles the gradient of a window, and reads what it costs."""
     count = len(on.devices)
     mesh = on.mesh("replica", "shard", shape=(REPLICAS, count // REPLICAS))
@@ -281,7 +259,7 @@ def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
 
 def _once(k: int) -> Callable[[Tree, Any], Tree]:
     """Shards are left to the partitioner; replicas exchange theirs after the window."""
-    loss = lambda params, batch: fsdp.loss_of(params, batch, jax.checkpoint(fsdp.block_of))
+    loss = lambda params, batch: _fsdp.loss_of(params, batch, jax.checkpoint(_fsdp.block_of))
     f = optax_accum.value_and_grad(loss, num_microbatches=k, devices="replica")
     return lambda params, batch: f(params, batch)[1]
 
@@ -289,9 +267,9 @@ def _once(k: int) -> Callable[[Tree, Any], Tree]:
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, its gradient scattered and exchanged once."""
     both = ("replica", "shard")
-    block = optax_accum.microbatched(fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
-    return jax.grad(lambda params, batch: fsdp.loss_of(params, batch, block))
+    block = optax_accum.microbatched(_fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
+    return jax.grad(lambda params, batch: _fsdp.loss_of(params, batch, block))
 
 
 ONCE, BY_LAYER = 'value_and_grad(devices="replica")', "by layer"
-REPLICATED = {fsdp.SCAN: fsdp.scan, ONCE: _once, BY_LAYER: _by_layer}
+REPLICATED = {_fsdp.SCAN: _fsdp.scan, ONCE: _once, BY_LAYER: _by_layer}

@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,84 +17,6 @@ import optax
 
 Tree = Any
 Table = list[Sequence[str]]  # the head, then the rows
-
-
-@dataclasses.dataclass
-class Runner:
-    """A compiled step with what it works on: `carry = step(*carry, *constants)`, the carry donated.
-
-    Attributes:
-      name: what the tables call it.
-      compiled: the step. Its results have the order of the carry: a donated buffer goes to the result in its place, and
-        where the order differs XLA copies.
-      carry: what the last call returned.
-      constants: arguments that no call changes.
-      calls: calls in one timing.
-      times: seconds per call, one for each timing.
-      spent: seconds in all timings.
-    """
-
-    name: str
-    compiled: Callable[..., tuple[Any, ...]]
-    carry: tuple[Any, ...]
-    constants: tuple[Any, ...] = ()
-    calls: int = 1
-    times: list[float] = dataclasses.field(default_factory=list)
-    spent: float = 0.0
-
-    def run(self, inputs: Sequence[tuple[Any, ...]] = ()) -> None:
-        """Times one call for each of `inputs`, or `calls` calls with the constants."""
-        inputs = inputs or [self.constants] * self.calls
-        jax.block_until_ready((self.carry, inputs))
-        start = time.perf_counter()
-        for constants in inputs:
-            self.carry = self.compiled(*self.carry, *constants)
-        jax.block_until_ready(self.carry)
-        seconds = time.perf_counter() - start
-        self.times.append(seconds / len(inputs))
-        self.spent += seconds
-
-    @property
-    def best(self) -> float:
-        """Seconds per call in the fastest round: what others do on the machine can only add."""
-        return min(self.times)
-
-
-def compile_donated(
-    name: str, step: Callable[..., Any], carry: tuple[Any, ...], constants: tuple[Any, ...], calls: int = 1
-) -> Runner:
-    """Compiles `step(*carry, *constants) -> carry`, with a carry of its own: donating it destroys no one else's."""
-    carry = jax.tree.map(jnp.copy, carry)
-    donated = tuple(range(len(carry)))
-    compiled = jax.jit(step, donate_argnums=donated).lower(*carry, *constants).compile()
-    return Runner(name, compiled, carry, constants, calls)
-
-
-def interleave(runners: Sequence[Runner], seconds: float, rounds: int) -> int:
-    """Times every runner once per round, so that drift hits all, while rounds and time are left; returns the rounds.
-
-    Timings made before count as rounds. Two rounds are made, however long they take: the first finds nothing warm.
-    """
-    done = len(runners[0].times)
-    in_time = lambda: sum(runner.spent for runner in runners) * (done + 1) <= seconds * done
-    while done < rounds and (done < 2 or in_time()):
-        for runner in runners:
-            runner.run()
-        done += 1
-    return done
-
-
-def cpu_seconds(run: Callable[..., Any], *args: Any) -> float:
-    """Returns the CPU time of a call, on all cores."""
-    start = time.process_time()
-    jax.block_until_ready(run(*args))
-    return time.process_time() - start
-
-
-def temporary_copies(runner: Runner, params: Tree) -> float:
-    """Returns the temporary memory of the compiled step, in copies of `params`."""
-    copy = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return runner.compiled.memory_analysis().temp_size_in_bytes / copy
 
 
 def relative_difference(got: Tree, expected: Tree) -> float:

@@ -1,4 +1,4 @@
-"""Tables of the docs and a row of the README, made of what stands in benchmarks/RESULTS.md.
+"""Tables of the docs and a row of the README, made of what stands in benchmarks/RESULTS.md; the table of faults.
 
 `python -m benchmarks._pages` writes them after their marks, `<!-- results: packing -->`.
 """
@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks import _measure, _results
+from optax_accum.verify import _faults as step_faults
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/RESULTS.md"
@@ -16,8 +17,8 @@ Row = dict[str, str]
 
 def rows(page: str, program: str, heading: str = "") -> list[Row]:
     """Returns the rows of the first table that a program printed, or of that under a heading."""
-    parts = (part for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:] for part in _results.split(text)[1])
-    (body,) = (body for mark, body, _ in parts if re.search(rf"benchmarks\.{program}\b", mark))
+    parts = (part for text in _results.sections(page) for part, _ in _results.split(text)[1])
+    (body,) = (part.text for part in parts if part.name == program)
     table = re.search(r"(?:^\|.*\n?)+", body[body.index(heading) :], re.MULTILINE)[0]
     head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines())
     return [dict(zip(head, line, strict=True)) for line in lines]
@@ -111,10 +112,22 @@ def written(path: str, text: str, results: str) -> str:
     return text
 
 
+FAULTS = "docs/check_your_step.md"
+
+
+def faults_written(text: str) -> str:
+    """Returns a page with the faults that `verify_step` names after its mark."""
+    rows = [(f"`{fault.name}`", fault.makes) for fault in step_faults.FAULTS]
+    head = ("named", "what becomes of the micro-batches")
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * 2, *rows))
+    return re.sub(r"(<!-- faults: verify_step -->)\n\n(?:\|.*\n)*", lambda mark: f"{mark[1]}\n\n{table}\n", text)
+
+
 def main() -> None:
     results = RESULTS.read_text()
     for path in (*dict.fromkeys(where for where, _ in TABLES.values()), "README.md"):
         (ROOT / path).write_text(written(path, (ROOT / path).read_text(), results))
+    (ROOT / FAULTS).write_text(faults_written((ROOT / FAULTS).read_text()))
 
 
 if __name__ == "__main__":

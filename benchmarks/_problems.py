@@ -11,6 +11,7 @@ import optax
 
 Batch = tuple[np.ndarray, ...]
 Params = dict[str, Any]  # arrays by name; all take them in the order of the names
+TOLERANCE = 1e-3  # of the largest change in a leaf; rounding stays far below, a lost micro-batch is far above
 RATE, MOMENTUM, EPSILON = 1e-2, 0.9, 1e-3  # with a smaller epsilon Adam makes steps of what is rounding
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -77,6 +78,20 @@ class Problem(NamedTuple):
 def make(name: str, k: int = 8, size: int | None = None) -> Problem:
     """Returns a problem by its name, in k micro-batches; `size` is a width, for those that grow."""
     return PROBLEMS[name](name, k) if size is None else PROBLEMS[name](name, k, size)
+
+
+def difference(got: Params, expected: Params, start: Params) -> float:
+    """Returns the largest distance in a leaf, in units of its largest change; NaN if one did not change."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        leaves = [abs(got[n] - expected[n]).max() / abs(expected[n] - start[n]).max() for n in sorted(start)]
+    return float(np.max(leaves))  # numpy's: a NaN stays one
+
+
+def judge(case: object, differences: dict[str, float]) -> None:
+    """Ends the run if a way disagrees beyond rounding."""
+    for name, value in differences.items():
+        if not value <= TOLERANCE:
+            raise SystemExit(f"{case}: {name} is another update: difference={value:.1e}, tolerance={TOLERANCE:.0e}.")
 
 
 def _normal(random: np.random.Generator, *shape: int) -> np.ndarray:
@@ -215,6 +230,21 @@ def _leaves(name: str, k: int, leaves: int = 2000, rows: int = 64) -> Problem:
     return Problem(name, loss, torch_loss, params, batches, "SGD, momentum", k)
 
 
+def _gradients(name: str, k: int, width: int = 512, optimizer: str = "AdamW", layers: int = 16) -> Problem:
+    """A loss whose gradients are its rows: what is left is to add them and to update."""
+    random = np.random.default_rng(0)
+    params = {f"layer_{i:02}": _normal(random, width, width) for i in range(layers)}
+    start = [random.standard_normal((1, width, width), np.float32) for _ in params]
+    # No entry changes its sign within a window: where a mean cancels, its rounding is not that of its terms.
+    share = 1 + 0.5 * np.cos(np.arange(k, dtype=np.float32))[:, None, None]
+    batches = [tuple(share * leaf for leaf in start)]
+
+    def loss(params: Params, *rows: jax.Array) -> jax.Array:
+        return sum(jnp.sum(x.mean(0) * params[name]) for name, x in zip(sorted(params), rows, strict=True))
+
+    return Problem(name, loss, None, params, batches, optimizer, k)
+
+
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "CNN on digits": _cnn,
     "decoder of stacked layers": _decoder,
@@ -224,4 +254,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "model of 2000 leaves": _leaves,
     "model of 100 leaves": functools.partial(_leaves, leaves=100),
     "MLP": lambda name, k, width=256: _mlp(name, k, width, "AdamW"),
+    "AdamW, 4.2 M": _gradients,
+    "Muon, 4.2 M": functools.partial(_gradients, optimizer="Muon"),
 }

@@ -1,22 +1,17 @@
-"""What stands in benchmarks/RESULTS.md: parts, each with the command that printed it and a digest, in sections."""
+"""What stands in benchmarks/RESULTS.md: parts in sections.
 
-import datetime
+A part is signed: the command that printed it, the commit, a digest of the part, which shows a change by hand, and a
+digest of the benchmark's source, which shows that the benchmark has changed since.
+"""
+
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks import _measure
+from benchmarks import _code, _measure
 
 WHY = {  # a target was missed, by the beginning of its name
-    "window, apply_gradients / ideal": (
-        "beside small arrays it shows what a call costs the host: Adafactor has many leaves, and 4.2 M parameters "
-        "are added in a millisecond. On an accelerator a window moves the bytes of the floor"
-    ),
-    "window, apply_gradients with statistics": (
-        "a held micro-step reads the gradient twice, 4 P where 3 P are moved without statistics (1.33), and waits for "
-        "the sum; with k=1 a window without statistics has no accumulator to write"
-    ),
-    "window, MultiSteps / update": "`update` writes updates at each micro-step, which are then applied",
     'to trace and compile, "skip"': (
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
         "medians of 1.10 to 1.39"
@@ -30,11 +25,6 @@ WHY = {  # a target was missed, by the beginning of its name
         "added. Small programs notice this, and layers that a Python loop takes out of stacked parameters: their "
         "slices are added one by one. Turns differ by 5 to 20 %"
     ),
-    "`value_and_grad` / the whole batch": (
-        "with BatchNorm it computes the whole batch's gradient, level by level, and keeps what crosses; the U-Net in "
-        "micro-batches takes as long by hand without a loop"
-    ),
-    "`value_and_grad` / by hand, without a loop": "by hand BatchNorm sees one micro-batch: another gradient",
     "in place, temporary memory": (
         "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
         "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
@@ -43,31 +33,12 @@ WHY = {  # a target was missed, by the beginning of its name
         "float32 parameters on an H100: XLA writes a gradient to take its norm, instead of adding it by the product "
         "that makes it. In bfloat16, and on a v5e, it is 0"
     ),
-    "time, ours / ": "within the noise of the machine, which is 5 to 15 %; the worst of all tables counts",
 }
 HEAD = """\
 # Results
 
-What `python -m benchmarks` printed; of its longest outputs some tables, all targets and all pictures.
+What `python -m benchmarks` printed.
 """
-SHOWN = {  # of the longest outputs, the tables that stand on the page
-    "peers": (
-        "CNN on digits, k=8",
-        "decoder of stacked layers, k=8",
-        "MLP with Muon, k=8",
-        "model of 2000 leaves, k=8",
-        "MLP, 104.9 M parameters, k=8",
-    ),
-    "micro_step": ("SGD, 4.2 M, k=1", "AdamW, 4.2 M, k=8", "Adafactor, 16.8 M, k=8", "Muon, 16.8 M, k=32"),
-    "within_call": (
-        "stacked, float32, Adam, k=8",
-        "stacked, bfloat16, Adam, k=32",
-        "unrolled, float32, Adam, k=8",
-        "CNN, float32, Adam, k=8",
-        "Contrastive, 1024 rows in chunks of 64",
-    ),
-    "sharded": ("8 devices, k=8",),
-}
 TITLES = {
     "cpu": "CPU time",
     "gpu": "GPU time",
@@ -75,40 +46,50 @@ TITLES = {
     "counts": "Counts",
     "compiled": "Compiled facts by target",
 }
-SIGNED = re.compile(r"\n\nPrinted by `(python -m .*?)`, \d{4}-\d\d-\d\d\. <!-- (\w+) -->(?=\n|\Z)")
+SIGNED = re.compile(r"\n\nPrinted by `(python -m .*?)` at commit (.*?)\. <!-- (\w+) (\w+) -->(?=\n|\Z)")
 
 
 class Part(NamedTuple):
-    """What a command printed."""
+    """What a command printed, and of which code: the commit, and a digest of the benchmark's source."""
 
     command: str
     text: str
+    commit: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """The benchmark's."""
+        return re.search(r"python -m benchmarks\.(\w+)", self.command)[1]
+
+    def __str__(self) -> str:
+        digests = f"<!-- {digest(self.text)} {self.source} -->"
+        return f"{self.text}\n\nPrinted by `{self.command}` at commit {self.commit}. {digests}"
+
+
+def part(name: str, arguments: Sequence[str], text: str) -> Part:
+    """Returns what a benchmark has just printed, as it stands on the page."""
+    command = " ".join(["python -m", f"benchmarks.{name}", *arguments])
+    return Part(command, body(text), _code.commit(), _code.digest(name))
 
 
 def section(kind: str, parts: list[Part], quick: bool = False) -> str:
     """Returns a section: the machine and versions stand in its heading, and no more in its parts."""
     facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
     facts += "\n* run: `--quick`, a sample" if quick else ""
-    return "\n\n".join([f"## {TITLES.get(kind, kind)}", facts, *map(signed, parts)]) + "\n"
+    return written(f"## {TITLES.get(kind, kind)}\n\n{facts}", parts)
 
 
-def signed(part: Part) -> str:
-    """Returns a part as it stands on the page, with its command, the day and a digest: a change by hand is seen."""
-    text = re.sub(r"^\* (device|host|versions): .*\n", "", part.text, flags=re.MULTILINE)
+def written(head: str, parts: list[Part]) -> str:
+    """Returns a section, each part with its signature below it."""
+    return "\n\n".join([head, *map(str, parts)]) + "\n"
+
+
+def body(text: str) -> str:
+    """Returns what a benchmark printed as it stands on the page: in a section, without the machine."""
+    text = re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE)
     text = explained(re.sub(r"\n{3,}", "\n\n", text))
-    text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
-    return f"{text}\n\nPrinted by `{part.command}`, {datetime.date.today()}. <!-- {digest(text)} -->"
-
-
-def excerpt(name: str, text: str) -> str:
-    """Returns what a benchmark printed without the tables that do not stand on the page."""
-    if name not in SHOWN:
-        return text
-    intro, *blocks = re.split(r"^(?=###+ )", text, flags=re.MULTILINE)
-    headings = {*SHOWN[name], "Targets"}
-    kept = [block for block in blocks if block.splitlines()[0].strip("# ") in headings]
-    pictures = [line for block in blocks if block not in kept for line in block.splitlines() if line.startswith("![")]
-    return "".join([intro, *kept, *(f"\n{line}\n" for line in pictures)])
+    return re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
 
 
 def digest(text: str) -> str:
@@ -130,26 +111,38 @@ def explained(text: str) -> str:
 def changed(page: str) -> list[str]:
     """Returns the headings of the parts that are not as their command printed them, or have none."""
     found = []
-    for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]:
+    for text in sections(page):
         _, parts, rest = split(text)
-        found += [body for _, body, written in parts if digest(body) != written] + ([rest] if rest else [])
+        found += [part.text for part, written in parts if digest(part.text) != written] + ([rest] if rest else [])
     return [re.search(r"^#* *(.*)$", body, re.MULTILINE)[1] for body in found]
 
 
-def split(text: str) -> tuple[str, list[tuple[str, str, str]], str]:
-    """Splits a section into its heading with the machine, (signature, text, digest) of each part, and what is left."""
+def outdated(page: str) -> list[str]:
+    """Returns the benchmarks that have changed since they printed their part."""
+    parts = [part for text in sections(page) for part, _ in split(text)[1]]
+    return [part.name for part in parts if _code.digest(part.name) != part.source]
+
+
+def sections(page: str) -> list[str]:
+    """Returns the sections of a page, without what stands before them."""
+    return re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+
+
+def split(text: str) -> tuple[str, list[tuple[Part, str]], str]:
+    """Splits a section into its heading with the machine, each part with its written digest, and what is left."""
     text = text.rstrip() + "\n"
     head = re.match(r"## .*\n\n(?:\* .*\n)*", text)[0]
     parts, start = [], len(head)
     for mark in SIGNED.finditer(text):
-        parts.append((mark[0], text[start : mark.start()].strip(), mark[2]))
+        command, commit, written, source = mark.groups()
+        parts.append((Part(command, text[start : mark.start()].strip(), commit, source), written))
         start = mark.end()
     return head.strip(), parts, text[start:].strip()
 
 
 def merged(old: str, new: dict[str, str]) -> str:
     """Returns the page with these sections; on the same machine, old parts that were not printed anew stay."""
-    kept = {part.splitlines()[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
+    kept = {text.splitlines()[0]: text for text in sections(old)}
     for text in new.values():
         title = text.splitlines()[0]
         kept[title] = joined(kept[title], text) if title in kept else text
@@ -162,7 +155,5 @@ def joined(old: str, new: str) -> str:
     (before, kept, _), (head, parts, _) = split(old), split(new)
     if before != head:
         return new
-    program = lambda part: re.search(r"python -m ([\w.]+)", part[0])[1]
-    fresh = {program(part): part for part in parts}
-    all_parts = [fresh.pop(program(part), part) for part in kept] + list(fresh.values())
-    return "\n\n".join([head, *(body + mark for mark, body, _ in all_parts)]) + "\n"
+    of_programs = {part.name: part for part, _ in [*kept, *parts]}
+    return written(head, list(of_programs.values()))

@@ -143,6 +143,13 @@ class OursAcross(Across):
         self.carry = jax.jit(self.step, static_argnames="flush")(*self.carry, *data[-1], flush=True)
 
 
+class OursByUpdate(OursAcross):
+    """`accumulate_gradients` in the step of any optimizer of Optax."""
+
+    def step(self, params: Params, state: Tree, *arrays: jax.Array) -> tuple[Params, Tree]:
+        return self.apply(self.gradient(params, *arrays), state, params)
+
+
 class OursInTwoPrograms(OursAcross):
     """The same, in the programs of `jit_step`."""
 
@@ -300,9 +307,11 @@ class Tunix(Across):
 
 
 WHOLE, OURS, OURS_WITHIN = "whole batch", "ours: apply_gradients", "ours: value_and_grad"
+UPDATE = "ours: update"
 JAX_WAYS: dict[str, type[Way]] = {
     WHOLE: Whole,
     OURS: OursAcross,
+    UPDATE: OursByUpdate,
     OURS_WITHIN: OursWithin,
     "optax.MultiSteps": MultiSteps,
     "optax.apply_every": ApplyEvery,

@@ -17,11 +17,12 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from benchmarks import _batch_norms, _decoder, _in_place, _many_devices, _measure, _one_device, fsdp
+from benchmarks import _batch_norms, _code, _decoder, _fsdp, _in_place, _many_devices, _measure, _one_device
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
 FACTS = pathlib.Path(__file__).with_suffix(".json")
+CODE = "code"  # in the file, beside the targets: of which code each kind is
 NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
 memory is what the compiler asks for beside arguments and results; both of one device, all donated that can be."""
@@ -41,7 +42,6 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "cut": _one_device.cuts,
     "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
-    "data parallel, summed by JAX": _many_devices.by_jax,
     "overlap": _many_devices.overlap,
     "overlap, by flag": _many_devices.flags,
     "FSDP": _many_devices.sharded,
@@ -61,9 +61,8 @@ def main() -> None:
         "--pages", nargs="+", type=_measure.writable, help="Markdown files whose tables are to be those of the JSON"
     )
     options = parser.parse_args()
-    record = json.loads(options.facts.read_text()) if options.facts.exists() else {}
     for path in options.pages or ():
-        path.write_text(page(path.read_text(), record))
+        path.write_text(page(path.read_text(), record(options.facts)))
     if options.pages:
         return
     # Before JAX is used, as the header does: without a driver it would ask for the libraries to run programs with.
@@ -75,9 +74,33 @@ def main() -> None:
             here += f", {compiler} {importlib.metadata.version(compiler)}"
         for kind in (kind for kind in options.kinds if name != "cpu" or kind in OF_CPUS):
             found = {case: _rounded(row) for case, row in tqdm(KINDS[kind](many), desc=f"{name}: {kind}", leave=False)}
-            record.setdefault(here, {})[kind] = found
-            options.facts.write_text(json.dumps(record, indent=1) + "\n")
-            print(table(kind, {here: record[here]}), flush=True)
+            _add(options.facts, here, kind, found)
+            print(table(kind, {here: {kind: found}}), flush=True)
+
+
+def record(path: pathlib.Path = FACTS) -> dict[str, Any]:
+    """Returns the facts of a file, by target and kind."""
+    return {name: facts for name, facts in _read(path).items() if name != CODE}
+
+
+def code(path: pathlib.Path = FACTS) -> tuple[str, str]:
+    """Returns the commits of all facts of a file, and a digest of their source: an old one, if there is one."""
+    stamps = [stamp for kinds in _read(path)[CODE].values() for stamp in kinds.values()]
+    commits, sources = (sorted(set(column)) for column in zip(*stamps, strict=True))
+    by_date = sorted(commits, key=lambda commit: commit.split(" of ")[-1])
+    return ", ".join(by_date), min(sources, key=lambda source: source == _code.digest("accelerators"))
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _add(path: pathlib.Path, target: str, kind: str, found: dict[str, Facts]) -> None:
+    """Writes facts into a file, with the commit and the digest of the source that they are of."""
+    read = _read(path)
+    read.setdefault(target, {})[kind] = found
+    read.setdefault(CODE, {}).setdefault(target, {})[kind] = [_code.commit(), _code.digest("accelerators")]
+    path.write_text(json.dumps(read, indent=1) + "\n")
 
 
 def table(kind: str, record: dict[str, Any]) -> str:
@@ -110,7 +133,7 @@ def targets(record: dict[str, Any]) -> str:
     norms = lambda case, fact: read("BatchNorm", f"{case}, value_and_grad, recompute=0.6", f"{fact} / whole")
     four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
-    between = [read("HSDP", f"{way}, k = 8", "between replicas, P") for way in (_many_devices.ONCE, fsdp.SCAN)]
+    between = [read("HSDP", f"{way}, k = 8", "between replicas, P") for way in (_many_devices.ONCE, _fsdp.SCAN)]
     sent = lambda case: {name: size for name, size in read("overlap", case, "sent, P").items() if name.startswith("h")}
     hidden = lambda case: read("overlap", case, "of it hidden, P")  # on a TPU that is not known
     exposed = lambda case: {name: 1 - hidden(case)[name] / of for name, of in sent(case).items()}
@@ -147,7 +170,8 @@ def targets(record: dict[str, Any]) -> str:
         ),
     ]
     worst = lambda of: max(of, key=lambda name: of[name])
-    return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in verdicts])
+    there = [(what, of, at) for what, of, at in verdicts if of]  # no target of a record may have some kinds
+    return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in there])
 
 
 def part(kind: str, record: dict[str, Any], target: str, cases: str) -> str:

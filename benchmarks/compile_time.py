@@ -1,4 +1,4 @@
-"""What each way to accumulate takes to trace and compile: in turns, in one process, in CPU time.
+"""What each way to accumulate, and each policy, takes to trace and compile: in turns, in one process, in CPU time.
 
 Run `python -m benchmarks.compile_time`. Before a time is printed, the parameters after an update are compared.
 """
@@ -6,9 +6,13 @@ Run `python -m benchmarks.compile_time`. Before a time is printed, the parameter
 import argparse
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from tqdm import tqdm
 
+import optax_accum
 from benchmarks import _measure, _problems
 from benchmarks._ways import JAX_WAYS, OURS, OURS_WITHIN
 
@@ -26,6 +30,7 @@ WAYS = (BY_HAND, "optax.MultiSteps", "optax.microbatch", OURS, OURS_WITHIN)
 TOLERANCE = 1e-3  # of the largest parameter of a leaf; rounding stays far below
 BFLOAT16 = 2e-2  # the same, of a loss that computes in bfloat16
 GOAL = 1.05
+POLICIES, LEAVES = ("propagate", "skip", "omit", "discard"), 600
 
 NOTES = """\
 An update of k micro-batches, traced, lowered and compiled: CPU time of all threads, in one process, where the ways take
@@ -49,6 +54,12 @@ def main() -> None:
         where = f"{model}, median of {options.turns} turns"
         verdicts.append(_measure.verdict(f"{OURS_WITHIN} / {BY_HAND}, to compile", ratio, GOAL, where))
     tqdm.write(f"{_measure.markdown(rows)}\n")
+    times = policies(options.turns)
+    head = ("nonfinite=", f"/ {POLICIES[0]}", "quartiles of the turns", "ms")
+    table = _measure.markdown([head, *_measure.by_turns(POLICIES, times)])
+    tqdm.write(f"### A micro-step of {LEAVES} leaves, Adam\n\n{table}\n")
+    ratio = float(np.median(times[:, 1] / times[:, 0]))
+    verdicts.append(_measure.verdict('to trace and compile, "skip" / "propagate"', ratio, 1.3, f"{LEAVES} leaves"))
     tqdm.write(_measure.targets_text(verdicts))
 
 
@@ -81,6 +92,21 @@ def _compiled(problem: _problems.Problem, way: str, update: bool = False) -> tup
     if update:
         runs.update(data)
     return seconds, runs.params()
+
+
+def policies(turns: int) -> np.ndarray:
+    """Returns seconds [turn, policy] that a micro-step over many small leaves takes."""
+    params = {str(number): jnp.ones((8, 8)) for number in range(LEAVES)}
+
+    def seconds(nonfinite: str) -> float:
+        tx = optax_accum.accumulate_gradients(optax.adam(1e-3), 4, nonfinite=nonfinite)
+        step = jax.jit(lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+        state, start = tx.init(params), time.process_time()
+        step.lower(params, state, params).compile()
+        return time.process_time() - start
+
+    seconds(POLICIES[0])  # compiles what a process compiles once, too
+    return np.array([[seconds(policy) for policy in POLICIES] for _ in range(turns)])
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@ Run `python -m benchmarks.models`. Nothing is declared of a model. `tests/rows/t
 """
 
 import argparse
-import zlib
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 import optax_accum
-from benchmarks import _measure, _models, _transformers
-from benchmarks._models import Maker, Model
+from benchmarks import _measure
+from tests import programs
+from tests.public_models import MODELS, made
 
 ROWS, K, WIDTH = 256, 16, 64
 TOLERANCE = 1e-4  # of the largest entry of all gradients
@@ -21,24 +20,19 @@ NOTES = f"""\
 {ROWS} rows, k = {K}, width {WIDTH}, float32. Error: the largest difference from `jax.value_and_grad` of the whole
 batch, of the largest entry of its gradient, and from what else the loss returns. Memory: temporary memory of the
 compiled program."""
-MODELS: dict[str, Maker] = _transformers.MODELS | _models.MODELS
-
-
-def made(name: str, rows: int, width: int) -> Model:
-    """Returns a model that is the same in each run."""
-    return MODELS[name](np.random.default_rng(zlib.crc32(name.encode())), rows, width)
 
 
 def measured(name: str) -> tuple[str, ...]:
     """Returns a row of the table, after both ways gave the same value, gradient and `aux`."""
     loss, params, batch, args, has_aux = made(name, ROWS, WIDTH)
     ways = jax.value_and_grad(loss, has_aux=has_aux), optax_accum.value_and_grad(loss, K, has_aux=has_aux)
-    programs = [jax.jit(way).lower(params, batch, *args).compile() for way in ways]
-    whole, ours = (program(params, batch, *args) for program in programs)
+    with programs.as_shipped():
+        compiled = [jax.jit(way).lower(params, batch, *args).compile() for way in ways]
+    whole, ours = (program(params, batch, *args) for program in compiled)
     error = difference(ours, whole)
     if not error <= TOLERANCE:
         raise SystemExit(f"{name}: another gradient, {error:.1e}.")
-    memory = [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB" for program in programs]
+    memory = [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB" for program in compiled]
     return name, f"{error:.0e}", *memory
 
 

@@ -5,7 +5,6 @@ runs in a fresh process, whose memory is its own. Before a time is printed, para
 """
 
 import argparse
-import functools
 import json
 import os
 import subprocess
@@ -27,14 +26,12 @@ from benchmarks._one_device import alone
 from optax_accum.accelerators import count_traffic
 
 EVERY, WARM_UP, WINDOWS, TOLERANCE = 8, 2, 10, 1e-3
-IMAGES_AT_A_TIME = 16
 NOTES = """\
 AdamW, windows of 8. The first, whose micro-batches differ, is compared; the first two are dropped. Held and emitting
 are the means of a micro-step's time, a window is their sum; / copy is the time of the bytes that the compiler counts,
 at the speed of `x + 1`, so that 1.0 is the most that the memory gives. Foretold is what the compiler says that a
 program holds at its peak, measured is the device's own largest number of bytes in use. Within a call there is one
-update and nothing is held. The network of images has eight layers of 64 channels, 64 x 64 pixels; 16 images are in a
-micro-batch."""
+update and nothing is held."""
 
 
 class Way(NamedTuple):
@@ -162,10 +159,14 @@ def _in_a_process(name: str, small: bool) -> dict[str, Any]:
 def seconds_of_a_byte(small: bool) -> float:
     """Returns the seconds that `x + 1` takes for each byte that it reads or writes."""
     x = jnp.ones((64 if small else 1 << 14, 1 << 14))
-    copy = _measure.compile_donated("x + 1", lambda x: (x + 1,), (x,), (), calls=20)
+    copy, times = jax.jit(lambda x: x + 1, donate_argnums=0), list[float]()
     for _ in range(WARM_UP + 3):
-        copy.run()
-    return min(copy.times[WARM_UP:]) / (2 * x.nbytes)
+        start = time.perf_counter()
+        for _ in range(20):
+            x = copy(x)
+        jax.block_until_ready(x)
+        times.append((time.perf_counter() - start) / 20)
+    return min(times[WARM_UP:]) / (2 * x.nbytes)
 
 
 # Across calls: square matrices and their gradient.
@@ -240,43 +241,6 @@ def _ours(loss: Callable[..., Any]) -> Callable[..., Any]:
     return optax_accum.value_and_grad(loss, num_microbatches=EVERY)
 
 
-# Within a call: a residual network with BatchNorm, whose statistics are the whole batch's.
-
-
-def _images(small: bool, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Way:
-    images, side, channels = (4 * IMAGES_AT_A_TIME, 8, 4) if small else (256, 64, 64)
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    params = {
-        "first": shape(3, 3, 3, channels),
-        "layers": shape(8, 3, 3, channels, channels),
-        "out": shape(channels, 10),
-    }
-
-    def conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        kernel = kernel * jnp.sin(jnp.arange(1.0 * kernel.size)).reshape(kernel.shape)  # no two channels alike
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
-
-    def loss(params: Tree, batch: Tree) -> jax.Array:
-        h = jax.nn.relu(conv(batch, params["first"]))
-        for kernel in params["layers"]:
-            h = h + jax.nn.relu(conv(h, kernel))
-        labels = jnp.arange(len(batch)) % 10
-        return optax.softmax_cross_entropy_with_integer_labels(h.mean((1, 2)) @ params["out"], labels).mean()
-
-    def varied(params: Tree) -> jax.Array:
-        leaf, at = jax.tree.leaves(params)[0].ravel()[0], jnp.arange(images * side * side * 3.0)
-        return jnp.sin(at + leaf).reshape(images, side, side, 3)
-
-    gradient, inner = how(loss), optax.adamw(1e-3)
-    step = lambda params, state, batch: alone(inner)(params, state, gradient(params, batch)[1])
-    return _way([step], inner, params, varied, held=0)
-
-
-def _few_images(recompute: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return functools.partial(optax_accum.value_and_grad, microbatch_size=IMAGES_AT_A_TIME, recompute=recompute)
-
-
 WAYS: dict[str, Callable[[bool], Way]] = {
     "across calls: apply_gradients": _apply,
     "across calls: apply_gradients, static flush": _static,
@@ -286,10 +250,6 @@ WAYS: dict[str, Callable[[bool], Way]] = {
     "within a call: value_and_grad": lambda small: _within(small, _ours),
     "within a call: optax.microbatch": lambda small: _within(small, _microbatch),
     "a decoder's micro-step: value_and_apply_gradients": _fused,
-    "BatchNorm, 256 images: the whole batch": lambda small: _images(small, jax.value_and_grad),
-    "BatchNorm, 256 images: value_and_grad, recompute=0": lambda small: _images(small, _few_images(0)),
-    "BatchNorm, 256 images: the same, recompute=0.6": lambda small: _images(small, _few_images(0.6)),
-    "BatchNorm, 256 images: the same, recompute=4": lambda small: _images(small, _few_images(4)),
 }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import optax_accum
-from benchmarks import _measure, peers
+from benchmarks import _measure, _problems
 from benchmarks._measure import Target, Tree
 from optax_accum.batching import TokenPacking, token_microbatches
 
@@ -147,8 +147,8 @@ def _measured(rows: list[Any], rounds: int) -> str:
     updated = {name: way.run() for name, way in ways.items()}
     numbered = lambda tree: {str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(tree))}
     of = {name: numbered(params) for name, params in updated.items()}
-    differences = {name: peers.difference(params, of["by rows"], numbered(start)) for name, params in of.items()}
-    peers.judge("by tokens", differences)
+    differences = {name: _problems.difference(params, of["by rows"], numbered(start)) for name, params in of.items()}
+    _problems.judge("by tokens", differences)
     for _ in range(rounds - 1):  # in turn, so that what others do on the machine hits all
         for way in ways.values():
             way.run()

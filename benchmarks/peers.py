@@ -9,21 +9,19 @@ import contextlib
 import importlib.util
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks import _measure, _problems
 from benchmarks._measure import digits
 from benchmarks._others import WAYS
+from benchmarks._problems import difference, judge
 from benchmarks._process import Process
-from benchmarks._ways import OURS, OURS_WITHIN, WHOLE
+from benchmarks._ways import OURS
 
 MODELS = ("CNN on digits", "decoder of stacked layers", "MLP with Muon", "model of 2000 leaves")
-WIDTHS = {512: "1.0 M", 1024: "4.2 M", 2048: "16.8 M", 5120: "104.9 M"}  # of the MLP's four layers
-TOLERANCE = 1e-3  # of the largest change in a leaf; rounding stays far below, a lost micro-batch is far above
 
 NOTES = """\
 An update is made of one batch, cut into k micro-batches; "whole batch" makes it in one piece. Each way runs in a fresh
@@ -35,8 +33,8 @@ is the CPU time of the calling thread for each micro-step; PyTorch computes in t
 little to compute. A call costs the host something for each array that it takes and returns: with 2000 leaves that is
 nearly all of the time, and one call for an update takes a tenth of eight that carry the state. Difference: the
 parameters after the compared batches and those of the whole batch, in units of the largest change in a leaf. XLA for
-CPUs runs convolutions many times slower in a loop (jax-ml/jax#12868): for the CNN `value_and_grad` and the hand-written
-scan are unrolled, `optax.microbatch` and the scan as in MaxText are as they come."""
+CPUs runs convolutions many times slower in a loop (jax-ml/jax#12868): for the CNN the hand-written scan is unrolled,
+`optax.microbatch` and the scan as in MaxText are as they come."""
 
 
 class Case(NamedTuple):
@@ -48,8 +46,7 @@ class Case(NamedTuple):
     ways: Sequence[str] = tuple(WAYS)
 
     def __str__(self) -> str:
-        parameters = f", {WIDTHS.get(self.size, self.size)} parameters" if self.size else ""
-        return f"{self.problem}{parameters}, k={self.k}"
+        return f"{self.problem}, k={self.k}"
 
 
 class Row(NamedTuple):
@@ -73,55 +70,16 @@ class Table(NamedTuple):
 
 
 def main() -> None:
-    options = _options()
-    said = [_measure.header("Side by side", NOTES)]
-    tqdm.write(said[-1])
-    tables = []
-    for case in tqdm(cases(options), unit="table", leave=False, disable=None):
-        tables.append(measured(case, options.seconds, options.rounds))
-        said.append(_rendered(tables[-1]))
-        tqdm.write(said[-1])
-    for title, values in _growth(tables):
-        said.append(f"### {title}\n\n{_measure.markdown(values)}\n")
-        tqdm.write(said[-1])
-    if options.output:
-        record = [
-            {**t._asdict(), "case": t.case._asdict(), "rows": {n: r._asdict() for n, r in t.rows.items()}}
-            for t in tables
-        ]
-        _measure.write(options.output, "\n".join(said), {"machine": _measure.machine(), "tables": record})
-
-
-def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those with all ways")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which, beside ours")
-    parser.add_argument(
-        "--every", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64], help="k that an MLP grows with"
-    )
-    parser.add_argument(
-        "--widths", nargs="*", type=int, choices=WIDTHS, default=list(WIDTHS), help="of the growing MLP"
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each way, at most")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=30, help="of timing for a table; two rounds are always made")
-    parser.add_argument("--quick", action="store_true", help="the CNN with all ways; one point of each growth")
-    parser.add_argument("--output", type=_measure.writable, help="write the tables here, too: .json, or else Markdown")
+    parser.add_argument("--quick", action="store_true", help="the CNN alone, 5 seconds")
     if parser.parse_args().quick:
-        parser.set_defaults(models=MODELS[:1], every=[8], widths=[512], seconds=5)
+        parser.set_defaults(models=MODELS[:1], seconds=5)
     options = parser.parse_args()
-    if any(k < 1 or 64 % k for k in options.every):
-        parser.error(f"--every must divide the 64 rows of the MLP's batch: {options.every}.")
-    return options
-
-
-def cases(options: argparse.Namespace) -> list[Case]:
-    """Returns the tables that are asked for; what grows is the MLP, in k and in parameters."""
-    chosen = lambda ways: tuple(w for w in ways if w in (WHOLE, OURS, OURS_WITHIN, *options.ways))
-    growing = [(k, 512) for k in options.every] + [(8, width) for width in options.widths]
-    return [
-        *(Case(model, ways=chosen(WAYS)) for model in options.models),
-        *(Case("MLP", k, width, chosen(WAYS)) for k, width in dict.fromkeys(growing)),
-    ]
+    tqdm.write(_measure.header("Side by side", NOTES))
+    for model in tqdm(options.models, unit="table", leave=False, disable=None):
+        tqdm.write(_rendered(measured(Case(model), options.seconds)))
 
 
 def measured(case: Case, seconds: float = 5, rounds: int = 20) -> Table:
@@ -164,20 +122,6 @@ def why_not(name: str, problem: _problems.Problem) -> str:
     return f"n/a: {reason}" if (reason := way.refuses(problem)) else ""
 
 
-def difference(got: _problems.Params, expected: _problems.Params, start: _problems.Params) -> float:
-    """Returns the largest distance in a leaf, in units of its largest change; NaN if one did not change."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        leaves = [abs(got[n] - expected[n]).max() / abs(expected[n] - start[n]).max() for n in sorted(start)]
-    return float(np.max(leaves))  # numpy's: a NaN stays one
-
-
-def judge(case: object, differences: dict[str, float]) -> None:
-    """Ends the run if a way disagrees beyond rounding."""
-    for name, value in differences.items():
-        if not value <= TOLERANCE:
-            raise SystemExit(f"{case}: {name} is another update: difference={value:.1e}, tolerance={TOLERANCE:.0e}.")
-
-
 def _in_turn(processes: Sequence[Process], seconds: float, rounds: int) -> None:
     for done in range(rounds):
         if done >= 2 and sum(sum(p.seconds) for p in processes) * (done + 1) > seconds * done:
@@ -216,32 +160,6 @@ def _rendered(table: Table) -> str:
             )
         )
     return f"### {table.case}\n\n{_measure.markdown(lines)}\n"
-
-
-def _growth(tables: Iterable[Table]) -> Iterable[tuple[str, _measure.Table]]:
-    """Yields, for each thing that grows, each number of each way."""
-    grown = [table for table in tables if table.case.problem == "MLP"]
-    axes = {
-        "k": ([t for t in grown if t.case.size == 512], lambda case: f"k={case.k}"),
-        "parameters": ([t for t in grown if t.case.k == 8], lambda case: WIDTHS[case.size]),
-    }
-    numbers = {
-        "time / ours": lambda table, row: f"{row.seconds / table.rows[OURS].seconds:.2f}",
-        "process, MB": lambda table, row: f"{row.peak / 1e6:.0f}",
-        "program, P": lambda table, row: f"{row.program / table.copy:.1f}" if row.program else "",
-        "compile, s": lambda table, row: f"{row.compile:.1f}",
-        "host, ms": lambda table, row: digits(1e3 * row.host),
-    }
-    for axis, (of, named) in axes.items():
-        if len(of) < 2:
-            continue
-        for what, number in numbers.items():
-            head = (what, *(named(table.case) for table in of))
-            cell = lambda table, name, number=number: (
-                number(table, table.rows[name]) if name in table.rows else table.absent[name].split(":")[0]
-            )
-            rows = [(name, *(cell(table, name) for table in of)) for name in of[0].case.ways]
-            yield f"How it grows with {axis}: {what}", [head, *rows]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The law within a call, for any loss: nothing is said, and value and gradient are those of the whole batch.
 
-The losses are those of `benchmarks.losses`: sound ones, and those that micro-batches by themselves compute wrongly.
+The losses are those of `tests/any_loss`: sound ones, and those that micro-batches by themselves compute wrongly.
 """
 
 import zlib
@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 
 import optax_accum
-from benchmarks import _rare_losses, losses
 from tests import paths, programs
+from tests.any_loss import drawn as ordinary
+from tests.any_loss import rare
 from tests.tiers import sweep
 from tests.versions import needs_devices
 
-MAKERS = {name: maker for makers in (losses.SOUND, _rare_losses.SOUND) for name, maker in makers.items()}
-for faults in (losses.FAULTS, _rare_losses.FAULTS):
+MAKERS = {name: maker for makers in (ordinary.SOUND, rare.SOUND) for name, maker in makers.items()}
+for faults in (ordinary.FAULTS, rare.FAULTS):
     for kind, makers in faults.items():
         if kind != "mutable state":  # which no whole batch has either
             MAKERS |= {f"{kind}: {maker.__name__.strip('_')}": maker for maker in makers}
 del MAKERS["weights: wrong_count"]  # a Ratio says how micro-batches add up, here wrongly
 del MAKERS["cancelling"]  # what is left of its gradient is rounding
 NARROW = ("bfloat16", "float16")
-# One for each way in which rows are coupled, weighed or drawn, and of each dtype. `benchmarks.losses` draws more of each.
+# One for each way in which rows are coupled, weighed or drawn, and of each dtype.
 EACH = [
     *("masked", "terms", "policy", "groups", "carry", "classes", "normalised before"),
     *("weights: unweighted_terms", "sum: sum_of_tokens", "coupled examples: batch_norm"),

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_accum
-from benchmarks import _many_devices, _one_device, fsdp
+from benchmarks import _fsdp, _many_devices, _one_device
 from benchmarks import accelerators as facts
 from optax_accum._core import compilers
 from optax_accum._space import collectives
@@ -219,8 +219,8 @@ def test_norms_are_taken_where_gradients_are_added(name):
 def test_by_layer_the_traffic_of_sharded_parameters_does_not_grow(name):
     """As that of no loop over micro-batches: what a scan gathers grows with k."""
     with programs.as_shipped():
-        two, many = (fsdp.cost(programs.target(name), fsdp.LAYER, k, fsdp.Sizes()) for k in (2, 32))
-        scan = fsdp.cost(programs.target(name), fsdp.SCAN, 32, fsdp.Sizes())
+        two, many = (_fsdp.cost(programs.target(name), _fsdp.LAYER, k, _fsdp.Sizes()) for k in (2, 32))
+        scan = _fsdp.cost(programs.target(name), _fsdp.SCAN, 32, _fsdp.Sizes())
     assert two[:3] == pytest.approx(many[:3], rel=1e-6)
     assert sum(many[:3]) <= 5
     assert sum(scan[:3]) > 10 * sum(many[:3])
@@ -233,10 +233,10 @@ def test_replicas_exchange_one_shard_whatever_k_is(name):
     on = programs.target(name)
     with programs.as_shipped():
         between = lambda way, k: _many_devices.between_replicas(
-            on, way, k, fsdp.Sizes(layers=4, width=1024, hidden=4096)
+            on, way, k, _fsdp.Sizes(layers=4, width=1024, hidden=4096)
         )
         ours = [between(way, k) for way in (_many_devices.ONCE, _many_devices.BY_LAYER) for k in (2, 8)]
-        scan = between(fsdp.SCAN, 8)
+        scan = between(_fsdp.SCAN, 8)
     shard = _many_devices.REPLICAS / len(on.devices)
     assert [row["between replicas, P"] for row in ours] == pytest.approx([shard] * 4, rel=0.01)
     assert scan["between replicas, P"] == pytest.approx(8 * shard, rel=0.01)

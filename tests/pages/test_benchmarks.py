@@ -1,6 +1,5 @@
 """What `python -m benchmarks` says and refuses. It times nothing here."""
 
-import json
 import math
 import os
 import re
@@ -16,11 +15,11 @@ import pytest
 
 from benchmarks import __main__ as entry
 from benchmarks import (
+    _code,
     _in_place,
     _measure,
     _one_device,
     _pages,
-    _plots,
     _problems,
     _results,
     _small_models,
@@ -34,7 +33,7 @@ from benchmarks import (
     planning,
 )
 from benchmarks._others import TORCH, Torch
-from benchmarks._ways import JAX_WAYS, OURS
+from benchmarks._ways import JAX_WAYS, OURS, WHOLE
 from optax_accum.accelerators import _targets as targets
 from tests import ROOT
 
@@ -50,16 +49,16 @@ def run(*arguments, **options):
 @pytest.fixture(scope="module")
 def table():
     """A small table, from two processes."""
-    return peers.measured(peers.Case("MLP", 2, 16, (peers.WHOLE, peers.OURS)), seconds=0)
+    return peers.measured(peers.Case("MLP", 2, 16, (WHOLE, peers.OURS)), seconds=0)
 
 
 @pytest.mark.sweep
 def test_each_way_is_measured_in_a_process_of_its_own(table):
-    assert list(table.rows) == [peers.WHOLE, peers.OURS]
+    assert list(table.rows) == [WHOLE, peers.OURS]
     for row in table.rows.values():
         assert row.seconds > 0 < row.compile
         assert row.peak > row.program > table.copy
-    assert table.rows[peers.WHOLE].difference == 0 < table.rows[peers.OURS].difference < peers.TOLERANCE
+    assert table.rows[WHOLE].difference == 0 < table.rows[peers.OURS].difference < _problems.TOLERANCE
 
 
 def test_a_way_that_cannot_run_says_why_and_has_no_number(table, monkeypatch):
@@ -83,17 +82,17 @@ def test_ways_that_would_not_fit_together_run_one_by_one(monkeypatch):
 def test_another_update_ends_the_run_before_a_time_is_printed():
     start = {"a": np.zeros(2), "b": np.zeros(1)}
     expected = {"a": np.array([1.0, 2.0]), "b": np.array([1.0])}
-    near = peers.difference({"a": expected["a"] + 1e-6, "b": expected["b"]}, expected, start)
-    peers.judge("a case", {"near": near})
+    near = _problems.difference({"a": expected["a"] + 1e-6, "b": expected["b"]}, expected, start)
+    _problems.judge("a case", {"near": near})
     lost = {"a": expected["a"], "b": expected["b"] * 1.5}
     spoiled = {"a": expected["a"] * np.nan, "b": expected["b"]}
     for wrong in (
-        peers.difference(lost, expected, start),
-        peers.difference(spoiled, expected, start),
-        peers.difference(expected, expected, expected),  # nothing was trained: nothing is compared
+        _problems.difference(lost, expected, start),
+        _problems.difference(spoiled, expected, start),
+        _problems.difference(expected, expected, expected),  # nothing was trained: nothing is compared
     ):
         with pytest.raises(SystemExit, match="a case: other is another update: difference="):
-            peers.judge("a case", {"other": wrong})
+            _problems.judge("a case", {"other": wrong})
 
 
 def test_a_process_that_fails_says_why_in_one_line():
@@ -139,7 +138,7 @@ def _misses(record):
 
 def test_what_needs_more_memory_in_place_is_what_the_page_explains():
     """Goals: no more than one micro-batch and 0.05 P; with statistics 0.02 P more. Each reason is needed."""
-    record = json.loads(accelerators.FACTS.read_text())
+    record = accelerators.record()
     assert {name.split(", lib")[0] for name in record} == {
         *("h100, JAX 0.9.2", "h100, JAX 0.10.0", "h100, JAX 0.12.0.1", "v5e:4x4, JAX 0.12.0.1", "cpu, JAX 0.12.0.1"),
         "h100, JAX 0.11.0",  # the oldest that overlaps: that alone
@@ -157,7 +156,7 @@ def test_what_needs_more_memory_in_place_is_what_the_page_explains():
 
 def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
     """A tied embedding in bfloat16 at k = 4, checkpointed or not, and norms of a float32 stack, by all compilers."""
-    record = json.loads(accelerators.FACTS.read_text())
+    record = accelerators.record()
     cases = {
         (_in_place.FOUR, "in place"): 0.39,
         (_in_place.KEPT, "in place"): 0.39,
@@ -202,7 +201,7 @@ def test_on_the_accelerator_that_is_here():
 
 
 def printed(name, text):
-    return _results.Part(f"python -m benchmarks.{name}", f"## {name}\n\n* device: here\n\n{text}")
+    return _results.part(name, [], f"## {name}\n\n* device: here\n\n{text}")
 
 
 def test_a_part_is_replaced_and_the_others_stay():
@@ -231,7 +230,7 @@ def test_what_a_hand_has_changed_is_found():
     )
     assert _results.changed(page) == []
     assert _results.changed(page.replace("50", "51")) == ["loops"]
-    assert _results.changed(page.replace("\n\nPrinted by `python -m benchmarks.loops`", "")) == ["loops"]
+    assert _results.changed(page.replace("\n\nPrinted by `python -m benchmarks.loops` at", "")) == ["loops"]
     assert _results.changed(f"{page}\n\n### More\n\n| 1 |") == ["More"]
 
 
@@ -243,6 +242,60 @@ def test_the_results_are_what_their_commands_printed():
     commands = re.findall(r"^Printed by `python -m benchmarks\.(\w+)", RESULTS, re.MULTILINE)
     assert len(commands) == len(set(commands)) > 10
     assert set(commands) <= set(entry.found())
+
+
+def test_the_facts_of_compilers_are_those_of_the_record():
+    """The same JSON as on the pages; each kind of the code that told it."""
+    assert str(entry._of_compilers()) in RESULTS
+
+
+# Benchmarks that have changed since they were run. `python -m benchmarks NAME` runs one again: then its name goes.
+OUTDATED = {
+    *("peers", "micro_step", "packing", "planning", "compile_time"),
+    *("on_device", "many_leaves", "features", "verify_step", "accelerators"),
+}
+
+
+def test_a_result_is_of_the_benchmark_that_is_there():
+    assert set(_results.outdated(RESULTS)) == OUTDATED
+
+
+def test_those_that_have_changed_can_be_run_alone(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--outdated"])
+    assert set(entry._options().names) == OUTDATED
+
+
+def test_a_benchmark_that_has_changed_since_is_found(monkeypatch, tmp_path):
+    """With git, and from the files alone where there is none."""
+    section = lambda: _results.section("counts", [printed("features", "| 1 |")])
+    monkeypatch.setattr(_code, "commit", lambda: "1ff67c9 of 2026-11-28, with changes")
+    page = _results.merged("", {"counts": section()})
+    assert "\n\nPrinted by `python -m benchmarks.features` at commit 1ff67c9 of 2026-11-28, with changes. <!-- " in page
+    monkeypatch.undo()
+    monkeypatch.setattr(_code, "ROOT", tmp_path)
+    assert _code.commit() == "that is not known: there is no git here"
+    monkeypatch.undo()
+    assert _results.outdated(page) == []
+    read = _code.read
+    changed = lambda name: f"{read(name)}\nADDED = 1" if name == "benchmarks._problems" else read(name)
+    monkeypatch.setattr(_code.digest, "__defaults__", (changed,))
+    assert _results.outdated(page) == ["features"]
+
+
+def test_a_digest_of_a_benchmark_is_of_its_statements():
+    """In whatever module of it they stand, and in whatever order."""
+    one = {
+        "benchmarks.a": '"""An a."""\nfrom benchmarks import b\n\nX = 1\n',
+        "benchmarks.b": "@f\ndef g(): return 2\n",
+    }
+    moved = {
+        "benchmarks.a": "import os\nfrom benchmarks.b import g\n",
+        "benchmarks.b": "X = 1\n\n@f\ndef g():  return 2",
+    }
+    digest = lambda sources: _code.digest("a", sources.get)
+    assert digest(one) == digest(moved)
+    for text, new in (("X = 1", "X = 2"), ("@f", "@h"), ("return 2", "return 3")):
+        assert digest({name: source.replace(text, new) for name, source in one.items()}) != digest(one)
 
 
 @pytest.mark.parametrize("path", [*dict.fromkeys(where for where, _ in _pages.TABLES.values()), "README.md"])
@@ -271,12 +324,12 @@ def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
 
 def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
-        [_measure.verdict("window, apply_gradients / ideal", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
+        [_measure.verdict("statistics, beyond that", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
     )
-    said = _results.signed(_results.Part("python -m benchmarks.x", f"## Title\n\n{rows}\n\n## Next")).splitlines()
-    assert next(line for line in said if "MISSED" in line).startswith("| window, apply_gradients / ideal |")
+    said = _results.body(f"## Title\n\n{rows}\n\n## Next").splitlines()
+    assert next(line for line in said if "MISSED" in line).startswith("| statistics, beyond that |")
     assert [line for line in said if line.startswith("Missed: ")] == [
-        f"Missed: window, apply_gradients / ideal: {_results.WHY['window, apply_gradients / ideal']}."
+        f"Missed: statistics, beyond that: {_results.WHY['statistics, beyond that']}."
     ]
     assert "### Next" in said
 
@@ -285,7 +338,7 @@ def test_a_target_that_is_missed_is_explained():
 def test_the_list_has_every_module_and_what_it_is():
     found = entry.found()
     assert next(iter(found)) == "peers"
-    assert {"micro_step", "features", "sharded"} < set(found)
+    assert {"micro_step", "features"} < set(found)
     assert set(entry.QUICK) | set(entry.FULL) <= set(found)
     assert all(len(about) > 30 for about in found.values())
 
@@ -315,7 +368,7 @@ def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
 def test_ctrl_c_ends_in_one_line():
     # A shell's background job ignores it, and so do those that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = run("benchmarks.peers", "--models", "--every", "--widths", "1024")  # minutes, if nobody stops it
+    process = run("benchmarks.peers", "--models", "model of 2000 leaves")  # minutes, if nobody stops it
     signal.signal(signal.SIGINT, before)
     assert "Side by side" in process.stdout.readline()
     time.sleep(0.1)
@@ -324,21 +377,6 @@ def test_ctrl_c_ends_in_one_line():
     assert process.returncode == 1
     assert errors.strip().splitlines()[-1] == "Interrupted."
     assert "Traceback" not in errors
-
-
-@pytest.mark.sweep
-def test_pictures_are_drawn_beside_the_page(table, tmp_path):
-    row = table.rows[peers.OURS]._asdict()
-    record = lambda problem, k, size: {
-        "case": {"problem": problem, "k": k, "size": size},
-        "copy": 4e6,
-        "rows": dict.fromkeys(peers.WAYS, row),
-    }
-    grown = [record("MLP", k, size) for k, size in ((1, 512), (8, 512), (8, 1024))]
-    pictures = _plots.draw({"tables": [record("CNN on digits", 8, None), *grown]}, tmp_path / "RESULTS.md")
-    assert [path.name for _, path in pictures] == ["results_models.png", "results_growth.png"]
-    for _, path in pictures:
-        assert 10_000 < path.stat().st_size < 100_000
 
 
 def test_packings_are_held_to_the_fewest_on_as_many_devices():
@@ -381,8 +419,8 @@ def test_the_search_of_a_plan_is_held_to_brute_force():
 
 def test_what_counts_as_code():
     source = '"""A module."""\n\n\ndef f(call, x=1):  # a comment\n    """Returns x."""\n    return x\n'
-    counts = code_size.counted({"a.py": source, "b.py": ""})
-    assert (counts["files"], counts["lines"], counts["lines of code"], counts["tokens"]) == (2, 6, 2, 12)
-    assert (counts["docstrings"], counts['that begin with "Returns"']) == (2, 1)
-    assert counts["functions with an argument call (in files)"] == "1 (1)"
+    files = {"a.py": source, "b.py": "", "optax_accum/plan/c.py": "x = 1", "optax_accum/batching/_packing.py": ""}
+    core, products = code_size.counted(files).values()
+    assert (core["files"], core["lines"], core["lines of code"], core["tokens"], core["docstrings"]) == (2, 6, 2, 12, 2)
+    assert (products["files"], products["tokens"]) == (2, 3)
     assert code_size.public_options()["value_and_grad"] >= code_size.public_options()["flax.nnx.value_and_grad"] > 0

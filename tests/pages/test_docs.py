@@ -4,7 +4,6 @@ import ast
 import doctest
 import importlib
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -248,16 +247,9 @@ def test_the_readme_is_read_in_minutes():
 )
 def test_the_tables_of_a_page_are_those_of_the_facts(name, tables):
     """`python -m benchmarks.accelerators --pages docs/accelerators.md ...` writes them."""
-    text, record = (ROOT / "docs" / name).read_text(), json.loads(accelerators.FACTS.read_text())
+    text, record = (ROOT / "docs" / name).read_text(), accelerators.record()
     assert accelerators.page(text, record) == text
     assert len(re.findall(r"<!-- facts: .* -->\n\n\|", text)) == text.count("<!-- facts") == tables
-
-
-def test_the_results_hold_the_facts_of_compilers():
-    """`benchmarks/RESULTS.md` shows the same JSON as the pages."""
-    text, record = (ROOT / "benchmarks/RESULTS.md").read_text(), json.loads(accelerators.FACTS.read_text())
-    kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
-    assert [kind for kind in kinds if accelerators.table(kind, record).strip() not in text] == []
 
 
 def test_links_and_pictures_of_the_readme_exist():

@@ -1,7 +1,4 @@
-"""Public models, restated small: value and gradient are the whole batch's, in less memory.
-
-The models are those of `benchmarks.models`, which prints their table.
-"""
+"""Public models, restated small: value and gradient are the whole batch's, in less memory."""
 
 import functools
 
@@ -10,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import optax_accum
-from benchmarks.models import MODELS, made
 from tests import programs
+from tests.public_models import MODELS, made
 from tests.rows.against import farthest
 from tests.tiers import sweep
 

@@ -7,21 +7,21 @@ import jax
 import pytest
 
 import optax_accum
-from benchmarks import _verdicts, verify_step
+from benchmarks import _pages
 from optax_accum.verify import _faults as step_faults
-from tests.verify import test_verify_step
+from tests import ROOT
+from tests.verify import planted, test_verify_step
 
 FUNCTIONS = {"verify_step": optax_accum.verify_step}
-EVERY = [pytest.param(name, fault, id=f"{name}, {fault.name}") for name, of in _verdicts.TABLES.items() for fault in of]
+EVERY = [pytest.param("verify_step", fault, id=f"verify_step, {fault.name}") for fault in step_faults.FAULTS]
 OTHERS = {"weight", "flush"}  # what apply_gradients hands on to accumulate_gradients
 
 
 def test_the_page_shows_the_tables():
-    """`python -m benchmarks._verdicts` writes them."""
-    text = _verdicts.PAGE.read_text()
-    assert _verdicts.page(text) == text
-    for faults in _verdicts.TABLES.values():
-        assert all(f"| `{fault.name}` | {fault.makes} |" in text for fault in faults)
+    """`python -m benchmarks._pages` writes them."""
+    text = (ROOT / _pages.FAULTS).read_text()
+    assert _pages.faults_written(text) == text
+    assert all(f"| `{fault.name}` | {fault.makes} |" in text for fault in step_faults.FAULTS)
 
 
 @pytest.mark.parametrize(("name", "fault"), EVERY)
@@ -43,7 +43,7 @@ ASKED = {
 @pytest.mark.sweep
 def test_each_row_has_a_planted_fault():
     steps = [fault.name for fault in step_faults.PLANTED]
-    assert list(verify_step.KINDS) == steps
+    assert list(planted.KINDS) == steps
     assert sorted(steps) == sorted(test_verify_step.FAULTS)
     assert [fault.name for fault in step_faults.FAULTS if fault not in step_faults.PLANTED] == [
         "cannot tell",
@@ -51,7 +51,7 @@ def test_each_row_has_a_planted_fault():
         "another difference",
     ]
     for kind in steps:
-        assert verify_step.fault(kind, 0).name
+        assert planted.fault(kind, 0).name
 
 
 @pytest.mark.parametrize(("name", "fault"), EVERY)
@@ -81,10 +81,10 @@ def test_what_is_named_that_is_not_there_is_found():
 
 
 def test_the_first_twelve_steps_with_each_fault_can_be_made():
-    for kind in verify_step.KINDS:
-        assert len({verify_step.fault(kind, number).name for number in range(12)}) > 1
+    for kind in planted.KINDS:
+        assert len({planted.fault(kind, number).name for number in range(12)}) > 1
 
 
 @pytest.mark.usefixtures("rank_promotion")
 def test_rarer_problems_are_sound_too():
-    assert jax.tree.leaves(verify_step.sound_step(0, rare=True).batch)
+    assert jax.tree.leaves(planted.sound_step(0, rare=True).batch)

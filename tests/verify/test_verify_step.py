@@ -12,13 +12,13 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optax_accum
-from benchmarks.verify_step import KINDS, sound_step
-from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
 from optax_accum.verify import _params as step_params
 from optax_accum.verify._calls import StepRunner
 from optax_accum.verify._report import Report
 from tests.tiers import sweep
+from tests.verify.planted import KINDS, sound_step
+from tests.verify.planted import fault as planted
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import verify_numpy
 from optax_accum import verify_step
+from tests.verify import planted_numpy
 
 pytestmark = pytest.mark.quick
 
@@ -117,16 +117,16 @@ BEHIND = [
 @pytest.mark.parametrize(("what", "optimizer", "number"), BEHIND, ids=lambda value: str(value))
 def test_a_fault_behind_a_clip_that_acts(what, optimizer, number):
     """Second moments tell the gradient by their roots; a factor shows in the first window that is not clipped."""
-    loop = verify_numpy.problem(number, what, "norm")
+    loop = planted_numpy.problem(number, what, "norm")
     assert f"{what}, {optimizer}, norm" in loop.name
-    assert verify_numpy.verdict(loop) == loop.kind
+    assert planted_numpy.verdict(loop) == loop.kind
 
 
 def test_a_batch_may_hold_keys():
     """They are no counts."""
-    loop = verify_numpy.problem(14, "other weights", "norm")
+    loop = planted_numpy.problem(14, "other weights", "norm")
     batch = loop.batch | {"key": jax.random.split(jax.random.key(0), len(loop.batch["x"]))}
-    assert verify_numpy.verdict(dataclasses.replace(loop, batch=batch)) == loop.kind
+    assert planted_numpy.verdict(dataclasses.replace(loop, batch=batch)) == loop.kind
 
 
 MANY = [
@@ -141,9 +141,9 @@ MANY = [
 @pytest.mark.parametrize(("what", "optimizer", "clip", "number"), MANY, ids=lambda value: str(value))
 def test_a_fault_in_the_entries_that_no_clip_holds(what, optimizer, clip, number):
     """Of many entries those that a clip by value leaves as they are tell the fault."""
-    loop = verify_numpy.problem(number, what, clip, hidden=20)
+    loop = planted_numpy.problem(number, what, clip, hidden=20)
     assert f"{what}, {optimizer}, {clip}" in loop.name
-    assert verify_numpy.verdict(loop) == loop.kind
+    assert planted_numpy.verdict(loop) == loop.kind
 
 
 def test_pytorch_is_not_imported():

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from benchmarks.verify_step import KINDS  # noqa: E402
 from optax_accum import verify_step  # noqa: E402
 from tests import ROOT  # noqa: E402
+from tests.verify.planted import KINDS  # noqa: E402
 
 K, N = 4, 16
 torch.set_num_threads(1)

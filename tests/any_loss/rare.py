@@ -1,4 +1,4 @@
-"""Losses of rarer kinds for `benchmarks.losses`, sound and with a fault each.
+"""Losses of rarer kinds, sound and with a fault each.
 
 Packed sequences, graphs, derivatives in the loss, straight-through estimators, advantages, keys that are no arguments,
 counts that only the loss knows.
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_accum
-from benchmarks._losses import Maker, Problem, Random, row_count
 from benchmarks._measure import Tree
+from tests.any_loss.settings import Maker, Problem, Random, row_count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,7 @@
-"""The cost of a window over sharded parameters (FSDP): bytes through the network, and memory, by way and k.
+"""A window over sharded parameters (FSDP), by way and k: what a device gathers, adds up, moves, and its memory."""
 
-Run `python -m benchmarks.fsdp` for eight virtual CPU devices, `--target h100 --devices 8` for an accelerator that need
-not be here. Nothing is run: programs are compiled from shapes, and read.
-"""
-
-import argparse
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +10,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from benchmarks import _measure
 from benchmarks._measure import Tree
-from optax_accum.accelerators import Target, target
+from optax_accum.accelerators import Target
 
 SCAN, ONCE, LAYER = "a scan, by hand", "gathered once, for the window", "by layer"
 HOST = "by layer, boundaries on the host"
 SPECS = {"up": P("data"), "down": P(None, "data")}  # of one layer
-
-NOTES = """\
-A window is one batch of {rows} rows on each of {devices} devices, cut into k micro-batches, for {layers} layers of
-{millions:.0f} million float32 parameters in all, P. Bytes are those that a device gathers (all-gathers), adds up
-(reduce-scatters and all-reduces) or moves in other ways, in copies of P; trip counts included. Hidden are those that
-move while a product runs. Temporary memory is that of a device, in copies of P, which itself lies sharded.
-Compiled, not run."""
 
 
 class Sizes(NamedTuple):
@@ -58,29 +41,6 @@ class Cost(NamedTuple):
     others: float
     hidden: float  # of all three, what moves while a product runs
     temporary: float
-
-
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(prog="benchmarks.fsdp", description=__doc__)
-    parser.add_argument("--target", help='an accelerator, such as "h100" or "v5e:2x4"; by default the devices here')
-    parser.add_argument("--devices", type=int, default=8, help="how many of them")
-    parser.add_argument("--every", nargs="+", type=int, default=[2, 32], help="micro-batches of a window")
-    options = parser.parse_args()
-    on = target(options.target, num_devices=options.devices)
-    if options.target:
-        print(table(on, tuple(WAYS), options.every, Sizes()))
-    else:  # a CPU has one memory
-        print(table(on, (SCAN, ONCE, LAYER), options.every, Sizes(layers=4, width=128, hidden=512, length=16)))
-
-
-def table(on: Target, ways: Sequence[str], every: Sequence[int], sizes: Sizes) -> str:
-    """Returns the costs of each way and k as Markdown."""
-    head = ("way", "micro-batches", "gathered / P", "reduced / P", "others / P", "hidden / P", "temporary / P")
-    rows = [(way, str(k), *(f"{number:.2f}" for number in cost(on, way, k, sizes))) for way in ways for k in every]
-    notes = NOTES.format(rows=sizes.rows, devices=len(on.devices), layers=sizes.layers, millions=sizes.copy / 4e6)
-    title = f"FSDP windows, compiled for {len(on.devices)} x {on.devices[0].device_kind}"
-    return f"{_measure.header(title, notes)}\n{_measure.markdown([head, *rows])}"
 
 
 def cost(on: Target, way: str, k: int, sizes: Sizes) -> Cost:
@@ -162,7 +122,3 @@ def block_of(layer: Tree, h: jax.Array) -> jax.Array:
 def loss_of(params: Tree, batch: jax.Array, block: Callable[[Tree, jax.Array], jax.Array]) -> jax.Array:
     h, _ = jax.lax.scan(lambda h, layer: (block(layer, h), None), batch, params)
     return jnp.mean(h**2)
-
-
-if __name__ == "__main__":
-    _measure.command(main)

@@ -7,7 +7,7 @@ import optax
 from flax import linen as nn
 
 from benchmarks._measure import Tree
-from benchmarks._models import KEY, Maker, Model, Random, dense, integers, mlp, normal
+from tests.public_models.others import KEY, Maker, Model, Random, dense, integers, mlp, normal
 
 HEADS, WORDS = 2, 23
 

@@ -1,4 +1,4 @@
-"""What the losses of `benchmarks.losses` are made of: models, comparisons, noise, dtypes, sizes."""
+"""What losses that are drawn are made of: models, comparisons, noise, dtypes, sizes."""
 
 import dataclasses
 from collections.abc import Callable

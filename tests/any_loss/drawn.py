@@ -1,10 +1,8 @@
-"""Losses whose micro-batches by themselves have another mean: error by hand, error of `value_and_grad`, the weight.
+"""Losses drawn from a seed: a model, what its rows are compared with, how they are averaged, noise, dtype, scale, sizes.
 
-Run `python -m benchmarks.losses`, or with `--each 1` for a sample. Losses are drawn from a seed: a model, what its rows
-are compared with, how they are averaged, noise, dtype, scale, sizes.
+`SOUND` ones, and `FAULTS`: losses that micro-batches by themselves compute wrongly.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,11 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-import optax_accum
-from benchmarks import _measure, _rare_losses
-from benchmarks._losses import (
+from benchmarks._measure import Tree
+from tests.any_loss.settings import (
     COMPARISONS,
     Maker,
     Problem,
@@ -30,73 +26,6 @@ from benchmarks._losses import (
     setting,
     tokens,
 )
-from benchmarks._measure import Tree
-
-NOTES = """\
-The gradient of the whole batch is right. By hand: the gradients of micro-batches, weighed by their rows. Wrong: off by
-more than 1e-3 of the largest entry (0.1 where the loss computes in 16 bits). Across calls: of how many losses `explain`
-reads a weight that makes micro-batches add up, from the traced loss."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__.splitlines()[0])
-    parser.add_argument("--each", type=int, default=2, help="how many losses of each kind are drawn")
-    drawn = parser.parse_args().each
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
-    rows = [
-        (
-            "losses",
-            "drawn",
-            "wrong by hand",
-            "wrong by value_and_grad",
-            "largest error, float32",
-            "weight, across calls",
-        )
-    ]
-    for kind, makers in tqdm(kinds().items(), leave=False, disable=None):
-        judged = [_judged(maker(np.random.default_rng([i, n]))) for i, maker in enumerate(makers) for n in range(drawn)]
-        by_hand, ours, error, told = zip(*judged, strict=True)
-        largest = max((error for error in error if error is not None), default=0.0)
-        rows.append((kind, *map(str, (len(judged), sum(by_hand), sum(ours))), f"{largest:.0e}", str(sum(told))))
-    tqdm.write(_measure.header("Any loss", NOTES))
-    tqdm.write(_measure.markdown(rows))
-
-
-def kinds() -> dict[str, tuple[Maker, ...]]:
-    """Returns the losses by what is special in them."""
-    sound = {**SOUND, **_rare_losses.SOUND}
-    del sound["cancelling"]  # what is left of its gradient is rounding
-    found = {"sound, with the right weights": tuple(sound.values())}
-    for faults in (FAULTS, _rare_losses.FAULTS):
-        for kind, makers in faults.items():
-            found[kind] = (*found.get(kind, ()), *makers)
-    del found["mutable state"]  # which no whole batch has either
-    return found
-
-
-def _judged(problem: Problem) -> tuple[bool, bool, float | None, bool]:
-    """Returns whether the mean of micro-batches is wrong, whether ours is, our error, and if there is a weight."""
-    args, parts = (problem.params, problem.batch, *problem.args), problem.options["num_microbatches"]
-    whole = jax.jit(jax.grad(problem.loss))(*args)
-    limit = 0.1 if problem.is_narrow else 1e-3
-    try:
-        wrong = not _measure.relative_difference(_by_hand(problem, parts), whole) <= limit
-    except (TypeError, ValueError):  # it cuts what belongs together
-        wrong = True
-    error = _measure.relative_difference(jax.jit(optax_accum.value_and_grad(problem.loss, parts))(*args)[1], whole)
-    told = optax_accum.explain(problem.loss, *args, num_microbatches=parts).weight is not None
-    return wrong, not error <= limit, None if problem.is_narrow else error, told
-
-
-def _by_hand(problem: Problem, parts: int) -> Tree:
-    """Returns the gradients of micro-batches, weighed by their rows."""
-    number = len(jax.tree.leaves(problem.batch)[0])
-    grad, total = jax.jit(jax.grad(problem.loss)), jax.tree.map(jnp.zeros_like, problem.params)
-    for rows in np.array_split(np.arange(number), parts):
-        part = grad(problem.params, jax.tree.map(lambda leaf: leaf[rows], problem.batch), *problem.args)  # noqa: B023
-        total = jax.tree.map(lambda sum_, leaf: sum_ + len(rows) / number * leaf, total, part)  # noqa: B023
-    return total
-
 
 # Sound losses.
 
@@ -453,6 +382,3 @@ FAULTS: dict[str, tuple[Maker, ...]] = {
     "not rows": (_cut_table,),
     "mutable state": (_carried_norm, _carried_count, _counts_calls, _numpy_noise),
 }
-
-if __name__ == "__main__":
-    _measure.command(main)
