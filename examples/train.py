@@ -66,7 +66,7 @@ def main(arguments=None):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 10, args.updates + 10)  # counts updates
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     tx = optax_accum.accumulate_gradients(inner, every=args.across)
-    grad_fn = optax_accum.value_and_grad(loss, args.within)
+    grad_fn = optax_accum.value_and_grad(loss, num_microbatches=args.within)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, batch):

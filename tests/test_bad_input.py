@@ -665,6 +665,12 @@ def test_explain_says_what_to_pass_in_place_of_a_module():
     assert "each row takes a mean over rows" in found.reasons[0]
 
 
+def test_a_one_where_jax_takes_argnums_is_asked_about():
+    with pytest.warns(UserWarning, match="runs all rows at once.*pass argnums=1; else say num_microbatches=1"):
+        optax_accum.value_and_grad(lambda x, w: jnp.mean(x @ w), 1)
+    optax_accum.value_and_grad(lambda x, w: jnp.mean(x @ w), num_microbatches=1)  # and nothing is said
+
+
 def test_weight_of_takes_what_fun_returned():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
     with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
@@ -866,7 +872,7 @@ def test_a_key_in_the_place_of_the_batch(way):
     fun = lambda w, key, x: jnp.mean((x @ w + jax.random.normal(key)) ** 2)
     key, x, tx = jax.random.PRNGKey(0), jnp.ones((4, 3)), build()
     run = {
-        "value_and_grad": lambda: optax_accum.value_and_grad(fun, 1)(W, key, x),
+        "value_and_grad": lambda: optax_accum.value_and_grad(fun, num_microbatches=1)(W, key, x),
         "reduce_microbatches": lambda: optax_accum.reduce_microbatches(jax.grad(fun), 1)(W, key, x),
         "microbatched": lambda: optax_accum.microbatched(fun, 1)(W, key, x),
         "value_and_apply_gradients": lambda: optax_accum.value_and_apply_gradients(fun, tx)(W, tx.init(W), key, x),
@@ -888,7 +894,7 @@ def _split(fun, *args, **options):
 def _over_devices(fun, *args, **options):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        return jax.jit(optax_accum.value_and_grad(fun, 1, devices="data", **options))(*args)
+        return jax.jit(optax_accum.value_and_grad(fun, num_microbatches=1, devices="data", **options))(*args)
 
 
 def _together(fun, **options):
@@ -980,5 +986,5 @@ def test_noise_of_one_micro_batch_is_not_a_number_and_says_so():
     with pytest.warns(UserWarning, match="noise scale will be NaN.*two or more"):
         build(1, statistics=True)
     with pytest.warns(UserWarning, match="noise scale will be NaN.*two or more"):
-        optax_accum.value_and_grad(loss, 1, statistics=True)(W, jnp.ones((4, 3)))
+        optax_accum.value_and_grad(loss, num_microbatches=1, statistics=True)(W, jnp.ones((4, 3)))
     optax_accum.value_and_grad(loss, 2, statistics=True)(W, jnp.ones((4, 3)))  # no warning

@@ -15,7 +15,7 @@ from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.outputs import joined
-from optax_accum._within.rules import CROSSING, CallRules, as_rules
+from optax_accum._within.rules import CROSSING, CallRules, as_rules, warns_of_argnums
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
@@ -24,6 +24,7 @@ _BY_ITSELF = (
 _GONE = ("whole_argnums", "group_size", "weight_fn", "weight_of", "rng_argnum", "carry_argnum")
 
 
+@warns_of_argnums
 @callables.renamed(
     "num_microbatches",
     stacked="Give fun the batch as rows: jax.vmap over the first axis, and a mean.",
@@ -93,7 +94,7 @@ def value_and_grad(
         count)`, which is divided; or a dict of those.
       num_microbatches: the most micro-batches to make, n at most, of
         `ceil(n / num_microbatches)` rows each. It is the second positional
-        argument, where `jax.value_and_grad` has `argnums`.
+        argument, where `jax.value_and_grad` has `argnums`: a 1 there warns.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
         two.
       argnums: the argument to differentiate, or several, as in

@@ -201,7 +201,7 @@ def test_value_and_grad_refuses_them_by_name(mesh, form):
         r"from the other devices of \('data',\) \(psum.*test_coupled.py:.*jax.value_and_grad\(.*reduce_microbatches"
     )
     for devices in ("data", optax_accum.Devices("data", to="partial")):
-        cut = jax.jit(optax_accum.value_and_grad(FORMS[form]("statistics"), 1, devices=devices))
+        cut = jax.jit(optax_accum.value_and_grad(FORMS[form]("statistics"), num_microbatches=1, devices=devices))
         with pytest.raises(ValueError, match=message):
             cut(params, place(mesh, micro_batch(rows, 0), P("data")))
 
