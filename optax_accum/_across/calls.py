@@ -1,4 +1,4 @@
-"""The arguments of a call, taken apart at the states of windows: the counters of a window become parts of their own."""
+"""The arguments of a call, taken apart at the states of windows: trees that a program may take or leave as a whole."""
 
 import contextlib
 import inspect
@@ -18,14 +18,22 @@ from optax_accum._core.types import Tree
 _OF_MODULES = "For a step of a model and an optimizer, its first arguments, take optax_accum.flax.nnx.jit_step."
 
 
-class CallParts(NamedTuple):
-    """The arguments of a call, taken apart."""
+class SplitCall(NamedTuple):
+    """The arguments of a call, taken apart.
 
-    kind: Any  # calls of one kind have arguments of the same form
-    parts: list[Tree]  # of donated arguments: counters, sum, parameters; then the arrays of the others
-    may_donate: int  # so many of the parts, which come first
-    arguments: Callable[[Sequence[Any]], tuple[list[Any], dict[str, Any]]]  # puts parts together again
-    flush: bool | None  # the argument of the step; None if there is none, or an array
+    Attributes:
+      kind: calls of one kind have arguments of the same form.
+      trees: of donated arguments: counters, sum, parameters; then the arrays of the others.
+      may_donate: so many of the trees, which come first.
+      arguments: puts trees together again.
+      flush: the argument of the step; None if there is none, or an array.
+    """
+
+    kind: Any
+    trees: list[Tree]
+    may_donate: int
+    arguments: Callable[[Sequence[Any]], tuple[list[Any], dict[str, Any]]]
+    flush: bool | None
 
 
 class Calls:
@@ -44,7 +52,7 @@ class Calls:
         self.donated = None if given is None else tuple(given)
         self._around: set[type] | None = None  # the types of nodes in which a state stands
 
-    def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CallParts:
+    def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> SplitCall:
         args, kwargs = self._flush_by_keyword(args, kwargs)
         flush = kwargs.get("flush", self._flush)
         kwargs |= {"flush": flush} if flush is True else {}
@@ -55,23 +63,24 @@ class Calls:
             self._around = {type(node) for place in places for node in around_states(args[place])}
         carried, of_carried = [], []
         for place in places:
-            parts, tree = jax.tree.flatten(args[place], is_leaf=self.is_part)
-            carried += parts
+            trees, tree = jax.tree.flatten(args[place], is_leaf=self.is_whole)
+            carried += trees
             of_carried.append(tree)
             args[place] = None
         others, of_others = jax.tree.flatten((args, kwargs))
-        kind = *of_carried, of_others, tuple(map(_type_of, others))
 
-        def arguments(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-            args, kwargs = of_others.unflatten(parts[len(carried) :])
-            rest = iter(parts)
+        def arguments(trees: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+            args, kwargs = of_others.unflatten(trees[len(carried) :])
+            rest = iter(trees)
             for place, tree in zip(places, of_carried, strict=True):
                 args[place] = tree.unflatten(itertools.islice(rest, tree.num_leaves))
             return args, kwargs
 
-        return CallParts(kind, carried + others, len(carried), arguments, flush)
+        kind = *of_carried, of_others, tuple(map(_type_of, others))
+        return SplitCall(kind, carried + others, len(carried), arguments, flush)
 
-    def is_part(self, node: Any) -> bool:  # a part is not taken apart
+    def is_whole(self, node: Any) -> bool:
+        """Whether a node of arguments or results is not taken apart."""
         return type(node) not in self._around  # type: ignore[operator]
 
     def _flush_by_keyword(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -106,10 +115,9 @@ def around_states(tree: Tree) -> list[Any]:
     return nodes
 
 
-def counters_of(tree: Tree, parts: Sequence[Any]) -> list[int]:
-    """For each window in a tree, which part is its number of micro-steps."""
-    places = {id(part): place for place, part in enumerate(parts)}
-    return [places[id(state.mini_step)] for state in states_in(tree)]
+def counters_of(joined: Callable[[Sequence[Any]], Tree], count: int) -> list[int]:
+    """For each window, which of the trees that `joined` puts together is its number of micro-steps."""
+    return [state.mini_step for state in states_in(joined(range(count)))]
 
 
 def _flushes_by_default(step: Callable[..., Any]) -> bool:

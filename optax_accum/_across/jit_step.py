@@ -8,11 +8,10 @@ from typing import Any
 
 from jax.core import Tracer
 
-from optax_accum._across.calls import CallParts, Calls, counters_of
+from optax_accum._across.calls import Calls, SplitCall, counters_of
 from optax_accum._across.on_host import Decision
-from optax_accum._across.programs import Counters, StepPrograms
+from optax_accum._across.programs import Counters, OtherTypesError, StepPrograms
 from optax_accum._arguments import callables
-from optax_accum._core.forwarding import OtherTypesError
 from optax_accum._core.leaves import check_arrays
 
 _log = logging.getLogger("optax_accum")
@@ -120,14 +119,14 @@ class JitStep:
     def __init__(self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None):
         functools.update_wrapper(self, step)
         self._step, self._calls = step, Calls(step, donate_argnums)
-        self._kinds: dict[Any, list[StepPrograms]] = {}  # several, if parts inside differ: the parameters of two models
+        self._kinds: dict[Any, list[StepPrograms]] = {}  # several for models of other shapes
         self._counters = Counters()
         self.one_program: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._calls.taken_apart(args, kwargs)
         for programs in self._programs(call):
-            if any(isinstance(call.parts[place], Tracer) for place in programs.counters):
+            if any(isinstance(call.trees[place], Tracer) for place in programs.counters):
                 return self._step(*args, **kwargs)  # the step is traced as a part of a larger program
             with contextlib.suppress(OtherTypesError):
                 return programs.run(call, self._counters)
@@ -150,18 +149,17 @@ class JitStep:
             programs.trace(call._replace(flush=True) if may_flush and programs.by_caller else call, closed)
         return LoweredStep(self, call, programs)
 
-    def _programs(self, call: CallParts) -> Iterator[StepPrograms]:
+    def _programs(self, call: SplitCall) -> Iterator[StepPrograms]:
         """Yields the programs for calls of this kind, new ones last."""
         kinds = self._kinds.setdefault((call.kind, call.flush), [])
         yield from kinds
-        args, kwargs = call.arguments(call.parts)
+        args, kwargs = call.arguments(call.trees)
         check_arrays("The arguments of a step of jit_step", (args, kwargs), "Close over all else: functools.partial.")
         kinds.append(self._new_programs(call))
         yield kinds[-1]
 
-    def _new_programs(self, call: CallParts) -> StepPrograms:
-        counters = counters_of(call.arguments(call.parts), call.parts)
-        return StepPrograms(self._step, self._calls.is_part, self._say, counters)
+    def _new_programs(self, call: SplitCall) -> StepPrograms:
+        return StepPrograms(self._step, self._calls.is_whole, self._say, counters_of(call.arguments, len(call.trees)))
 
     def _say(self, reason: str) -> None:
         if self.one_program is None:
@@ -182,9 +180,9 @@ class LoweredStep:
         holds all that the other does.
     """
 
-    def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms):
+    def __init__(self, step: JitStep, call: SplitCall, programs: StepPrograms):
         self._step, self._call, self._programs = step, call, programs
-        self._lowered = {key: program.run.lower(call.parts) for key, program in programs.by_windows.items()}
+        self._lowered = {key: program.lower(call.trees) for key, program in programs.by_windows.items()}
         self.adds, self.updates = _two(self._lowered)
 
     @property
@@ -210,12 +208,12 @@ class CompiledStep(JitStep):
       updates: the program of a call that updates, or of all calls.
     """
 
-    def __init__(self, step: JitStep, call: CallParts, programs: StepPrograms, adds: Any, updates: Any):
+    def __init__(self, step: JitStep, call: SplitCall, programs: StepPrograms, adds: Any, updates: Any):
         super().__init__(step._step, step._calls.donated)
         self.one_program, self.adds, self.updates = step.one_program, adds, updates
         self._kind, self._compiled = call.kind, programs
 
-    def _programs(self, call: CallParts) -> Iterator[StepPrograms]:
+    def _programs(self, call: SplitCall) -> Iterator[StepPrograms]:
         if call.kind != self._kind:
             raise ValueError(
                 "A compiled step takes arguments of the trees, shapes and dtypes for which it was lowered: others were "

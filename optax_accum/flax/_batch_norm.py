@@ -45,10 +45,7 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     check_stats(old, new)
     new, old = unfreeze(new), unfreeze(old)
     momenta = momentum_of_each(momentum, old)
-
-    def wide(leaf: Any) -> Any:
-        return jnp.asarray(leaf, dtypes.wide(jnp.result_type(leaf)))
-
+    wide = lambda leaf: jnp.asarray(leaf, dtypes.wide(jnp.result_type(leaf)))
     less = jax.tree.map(lambda momentum, new, old: (wide(new) - wide(old)) / (1 - momentum), momenta, new, old)
     return _map_pairs(lambda mean, var: (mean, var + mean**2), less)
 
@@ -101,24 +98,18 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     old = unfreeze(old)
     momenta = momentum_of_each(momentum, old)
     less = _map_pairs(lambda mean, second: (mean, second - mean**2), moments)
-
-    def step(momentum: Any, less: Any, old: Any) -> Any:
-        return (old + (1 - momentum) * less).astype(old.dtype)
-
+    step = lambda momentum, less, old: (old + (1 - momentum) * less).astype(old.dtype)
     return _map_pairs(lambda mean, var: (mean, jnp.maximum(var, 0)), jax.tree.map(step, momenta, less, old))
 
 
 def check_stats(old: Tree, new: Tree) -> None:
     """Raises if there are no old statistics, or if the tree or a shape has changed."""
-
-    def shapes(tree: Any) -> Any:
-        return jax.tree.map(jnp.shape, tree)
-
     if old is None:
         raise ValueError(
             "The state has no batch_stats: pass batch_stats=variables['batch_stats'] to TrainState.create."
         )
     old, new = unfreeze(old), unfreeze(new)
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes(old) != shapes(new):
         raise ValueError(f"batch_stats must keep their tree and shapes: {shapes(old)} became {shapes(new)}.")
 

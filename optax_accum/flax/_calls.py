@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._across.transformation import axes_of, rules_of
-from optax_accum._arguments.roles import Call
+from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core import arithmetic
 from optax_accum._core.state import holds_partial_sums
@@ -40,15 +40,17 @@ class StepWeighing(NamedTuple):
         tx: Any,
         opt_state: Tree,
         weight_fn: Callable[..., Any] | None,
-        weigher: Weigher | None,
+        fun: Callable[..., Any] | None,
         call: Call,
+        options: Mapping[str, Any],
     ) -> "StepWeighing":
-        """How those of a call count; raises where they do not add up. Without a `weigher` each counts by itself."""
+        """How those of a call of `fun` count; raises where they do not add up. Without `fun` each counts by itself."""
         rules, window = rules_of(tx), find_window(opt_state)
         if window is None:
             return cls(weight_fn)
-        if not has_several(window):
-            weigher = None
+        weigher = None
+        if fun is not None and has_several(window):
+            weigher = Weigher(fun, Roles(fun), has_aux=True, axes=devices_of(options).axes)
         is_weighed, takes_a_sum = weight_fn is not None, rules is not None and not rules.divisor.is_mean
         if weigher is not None and (is_weighed or takes_a_sum):
             weigher.check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)

@@ -268,12 +268,8 @@ def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
 
     Without axes, the boxes get the parameters' names, as the boxes of gradients have.
     """
-
-    def is_box(node: Any) -> bool:
-        return isinstance(node, Partitioned)
-
-    def renamed(names: Any) -> Any:
-        return names_over_devices(axes, names) if axes else names
+    is_box = lambda node: isinstance(node, Partitioned)
+    renamed = lambda names: names_over_devices(axes, names) if axes else names
 
     def one(param: Any, acc: Any) -> Any:
         return acc.replace(names=renamed(param.names)) if is_box(param) and is_box(acc) else acc

@@ -14,7 +14,6 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
-from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import as_ratio
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
@@ -99,9 +98,9 @@ def train_step(
         _check_key(key)
         own = _calls.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
-        weigher = Weigher(with_outputs, roles, has_aux=True, axes=_calls.devices_of(own).axes) if exact else None
         call = roles.bind((state.params, batch, key, still), {})
-        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call)
+        of_loss = with_outputs if exact else None
+        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, of_loss, call, own)
         compute = optax_accum.value_and_grad(with_outputs, has_aux=True, **own)
         (_, (loss, extra)), grads = compute(state.params, batch, key, still)
         sums, grads = weighing.summed(own, call, (loss, extra), grads, sums_of)

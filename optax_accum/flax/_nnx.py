@@ -9,8 +9,7 @@ from flax import nnx
 
 import optax_accum
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.types import Axes, Tree
-from optax_accum._explain.weighing import Weigher
+from optax_accum._core.types import Tree
 from optax_accum._space.device import Device
 from optax_accum._space.devices import with_replicated
 from optax_accum.flax import _calls
@@ -87,21 +86,19 @@ def value_and_grad(
     return run
 
 
-def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any, axes: Axes) -> Weigher:
-    """A `Weigher` that reads the loss of `fun`, which has auxiliary outputs, as a function of arrays."""
-    module = Module(Roles(fun).bind((model, batch), {}), wrt, Device())
+def loss_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> tuple[Callable[..., Any], Call]:
+    """`fun`, which has auxiliary outputs, as a function of arrays, and its call.
 
-    def loss(model: Any, batch: Tree, stats: Any, rest: Any) -> tuple[Any, Any]:
-        return module.loss(fun, True, (model, stats, rest), {1: batch})
-
-    return Weigher(loss, Roles(loss), has_aux=True, axes=axes)
-
-
-def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Call:
-    """The call of `fun` as a `weigher` takes it: the model's parameters, the batch, statistics, the rest."""
+    It takes the model's parameters, the batch, running statistics, the rest.
+    """
     call = Roles(fun).bind((model, batch), {})
     module = Module(call, wrt, Device())
-    return dataclasses.replace(call, arguments={0: module.params, 1: batch, 2: module.stats, 3: module.rest})
+
+    def loss(params: Any, batch: Tree, stats: Any, rest: Any) -> tuple[Any, Any]:
+        return module.loss(fun, True, (params, stats, rest), {1: batch})
+
+    arguments = {0: module.params, 1: batch, 2: module.stats, 3: module.rest}
+    return loss, dataclasses.replace(call, arguments=arguments)
 
 
 def reduce_microbatches(

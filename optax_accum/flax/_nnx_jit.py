@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -13,7 +13,6 @@ from optax_accum._across import on_host
 from optax_accum._arguments import callables
 from optax_accum._core.memory import copied_to_host
 from optax_accum._core.state import map_states
-from optax_accum._core.types import Tree
 from optax_accum.flax._nnx_reading import (
     ModuleForm,
     ModuleReading,
@@ -143,21 +142,21 @@ class JitStep:
         functools.update_wrapper(self, step)
         self._step, self._readings = step, ModuleReadings()
         self._of_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
-        self._steps: dict[ModuleForm, _OfForm] = {}
+        self._steps: dict[ModuleForm, _StepOfForm] = {}
         self._graph: str | None = None  # the reason why nnx.jit compiles the step
 
     @property
     def one_program(self) -> str | None:
-        reasons = [self._graph, *(known.step.one_program for known in self._steps.values())]
+        reasons = [self._graph, *(known.two_programs.one_program for known in self._steps.values())]
         return next((reason for reason in reasons if reason), None)
 
     def __call__(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         reading = self._reading(model, optimizer)
         if reading is None:
             return self._of_graphs(model, optimizer, *args, **kwargs)
-        (places, step), values = self._of(reading, optimizer), reading.values
-        out, carried = step(places.carried(values), *args, **kwargs)
-        reading.set_values(places.values(carried), values)
+        step, values = self._of(reading, optimizer), reading.values
+        out, carried = step.two_programs(step.carried(values), *args, **kwargs)
+        reading.set_values(step.values(carried), values)
         return out
 
     def lower(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,8 +164,8 @@ class JitStep:
         reading = self._reading(model, optimizer)
         if reading is None:
             return self._of_graphs.lower(model, optimizer, *args, **kwargs).lowered
-        places, step = self._of(reading, optimizer)
-        return step.lower(places.carried(reading.values), *args, **kwargs)
+        step = self._of(reading, optimizer)
+        return step.two_programs.lower(step.carried(reading.values), *args, **kwargs)
 
     def _reading(self, model: Any, optimizer: Any) -> ModuleReading | None:
         if not isinstance(optimizer, nnx.Optimizer):
@@ -179,82 +178,50 @@ class JitStep:
             self._graph = "a module stands in two places, or an array in no variable, so nnx.jit compiles the step"
         return reading
 
-    def _of(self, reading: ModuleReading, optimizer: Any) -> "_OfForm":
+    def _of(self, reading: ModuleReading, optimizer: Any) -> "_StepOfForm":
         if reading.form not in self._steps:
-            places = Places.of(reading, optimizer)
-            step = two_programs.jit_step(_of_values(self._step, reading.form, places), donate_argnums=0)
-            self._steps[reading.form] = _OfForm(places, step)
+            self._steps[reading.form] = _StepOfForm(self._step, reading, optimizer)
         return self._steps[reading.form]
 
 
-class _OfForm(NamedTuple):
-    places: "Places"
-    step: two_programs.JitStep
+class _StepOfForm:
+    """A step in two programs, for modules of one form, as a function of the values of their variables.
 
-
-class Carried(NamedTuple):
-    """The values of all variables of a model and an optimizer, in parts that a program may only pass through.
-
-    Attributes:
-      state: the optimizer's, as a tree.
-      params: of the trained variables.
-      others: statistics, keys, counters.
+    It carries a tuple of these values. The variables of the optimizer's state are consecutive: their values are one
+    element, in the state's tree, where `optax_accum.jit_step` finds the windows.
     """
 
-    state: Tree
-    params: list[Any]
-    others: list[Any]
+    def __init__(self, step: Callable[..., Any], reading: ModuleReading, optimizer: Any):
+        self._step, self._form = step, reading.form
+        self._tree = jax.tree.structure(optimizer.opt_state, is_leaf=is_variable)
+        first = next(iter(variables_in(optimizer.opt_state)), None)
+        self._start = next((number for number, variable in enumerate(reading.variables) if variable is first), 0)
+        self.two_programs = two_programs.jit_step(self._of_values(), donate_argnums=0)
 
+    def carried(self, values: list[Any]) -> tuple[Any, ...]:
+        start, end = self._start, self._start + self._tree.num_leaves
+        return *values[:start], self._tree.unflatten(values[start:end]), *values[end:]
 
-class Places(NamedTuple):
-    """The index of each value of a `Carried` among all variables, and the tree of the optimizer's state."""
-
-    tree: Any
-    state: list[int]
-    params: list[int]
-    others: list[int]
-
-    @classmethod
-    def of(cls, reading: ModuleReading, optimizer: Any) -> "Places":
-        numbers = {id(variable): number for number, variable in enumerate(reading.variables)}
-        is_trained = nnx.filterlib.to_predicate(optimizer.wrt)
-        of_model = ((path, node) for path, node in nnx.iter_graph(reading.model) if is_variable(node))
-        state = [numbers[id(variable)] for variable in variables_in(optimizer.opt_state)]
-        trained = (numbers[id(variable)] for path, variable in of_model if is_trained(path, variable))
-        params = list(dict.fromkeys(trained))  # an older Flax yields a variable in two places twice
-        tree = jax.tree.structure(optimizer.opt_state, is_leaf=is_variable)
-        return cls(tree, state, params, [number for number in numbers.values() if number not in {*state, *params}])
-
-    def carried(self, values: Sequence[Any]) -> Carried:
-
-        def chosen(places: list[int]) -> list[Any]:
-            return [values[place] for place in places]
-
-        return Carried(self.tree.unflatten(chosen(self.state)), chosen(self.params), chosen(self.others))
-
-    def values(self, carried: Carried) -> list[Any]:
+    def values(self, carried: tuple[Any, ...]) -> list[Any]:
         """The inverse of `carried`."""
-        by_place = dict(zip(self.params + self.others, carried.params + carried.others, strict=True))
-        state = map_states(on_host.plain, carried.state)
-        leaves = self.tree.flatten_up_to(state)  # a masked parameter's placeholder is a value without leaves
-        by_place.update(zip(self.state, leaves, strict=True))
-        return [by_place[place] for place in range(len(by_place))]
+        state = self._tree.flatten_up_to(carried[self._start])  # a masked parameter's value has no leaves
+        return [*carried[: self._start], *state, *carried[self._start + 1 :]]
 
+    def _of_values(self) -> Callable[..., Any]:
+        def run(carried: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+            state = carried[self._start]  # whose type may say whether its window closes
+            model, optimizer = self._form.filled(self.values(map_states(on_host.plain, carried)))
+            plain = optimizer.opt_state
+            optimizer.opt_state = nnx.data(in_states_of(state, plain))
+            out = self._step(model, optimizer, *args, **kwargs)
+            after, optimizer.opt_state = optimizer.opt_state, nnx.data(plain)
+            carried = self.carried(values_of(self._form, model, optimizer))
+            state = in_states_of(after, carried[self._start])
+            return out, (*carried[: self._start], state, *carried[self._start + 1 :])
 
-def _of_values(step: Callable[..., Any], form: ModuleForm, places: Places) -> Callable[..., Any]:
-    """The step as a function of the values of the modules' variables."""
-
-    def run(carried: Carried, *args: Any, **kwargs: Any) -> tuple[Any, Carried]:
-        model, optimizer = form.filled(places.values(carried))
-        plain = optimizer.opt_state
-        optimizer.opt_state = nnx.data(in_states_of(carried.state, plain))  # which may say whether the window closes
-        out = step(model, optimizer, *args, **kwargs)
-        after, optimizer.opt_state = optimizer.opt_state, nnx.data(plain)
-        carried = places.carried(values_of(form, model, optimizer))
-        return out, carried._replace(state=in_states_of(after, carried.state))
-
-    run.__name__ = run.__qualname__ = getattr(step, "__name__", "step")
-    signature = inspect.signature(step)
-    first = inspect.Parameter("carried", inspect.Parameter.POSITIONAL_ONLY)
-    run.__signature__ = signature.replace(parameters=[first, *list(signature.parameters.values())[2:]])  # type: ignore[attr-defined]
-    return run
+        run.__name__ = run.__qualname__ = getattr(self._step, "__name__", "step")
+        signature = inspect.signature(self._step)
+        parameters = [inspect.Parameter("carried", inspect.Parameter.POSITIONAL_ONLY)]
+        parameters += list(signature.parameters.values())[2:]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run

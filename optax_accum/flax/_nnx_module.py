@@ -148,11 +148,8 @@ def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:
         if isinstance(module, nnx.BatchNorm) and module.momentum != 1  # at 1 they never change
     }
     is_running = nnx.All(nnx.BatchStat, lambda path, _: tuple(path[:-1]) in momenta)
-
-    def of(path: Any, _: Any) -> Any:
-        return momenta[tuple(entry.key for entry in path[:-1])]
-
-    return is_running, lambda stats: jax.tree.map_with_path(of, stats)
+    momentum_at = lambda path, _: momenta[tuple(entry.key for entry in path[:-1])]
+    return is_running, lambda stats: jax.tree.map_with_path(momentum_at, stats)
 
 
 def running_stats(model: Any) -> tuple[Tree, Tree]:
@@ -192,10 +189,7 @@ def check_trained(model: Any, params: Any, wrt: Any, remedy: str) -> None:
 
 def variables(model: Any) -> dict[str, Any]:
     """Each variable's name and type, mapped to its tree and shapes; a micro-batch may change none of these."""
-
-    def kind(variable: Any) -> Any:
-        return (jax.tree.structure(variable), [jnp.shape(leaf) for leaf in jax.tree.leaves(variable)])
-
+    kind = lambda variable: (jax.tree.structure(variable), list(map(jnp.shape, jax.tree.leaves(variable))))
     return {
         f"{'.'.join(map(str, path))} ({type(variable).__name__})": kind(variable)
         for path, variable in nnx.to_flat_state(nnx.state(model))

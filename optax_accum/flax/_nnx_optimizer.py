@@ -16,7 +16,7 @@ from optax_accum._core.types import Tree
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._nnx_module import batch_norms, check_trained, running_stats
-from optax_accum.flax._nnx_reading import in_states_of
+from optax_accum.flax._nnx_reading import in_states_of, is_variable
 from optax_accum.flax._versions import as_pure, set_sharding, sharding_of
 from optax_accum.flax._window import MicroStep
 
@@ -168,21 +168,13 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
             set_sharding(variable, names_over_devices(axes, names) if axes else None)  # a chain hides its axes
         return variable
 
-    def is_variable(node: Any) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    def placed(acc: Any) -> Any:
-        return jax.tree.map(over_devices, acc, is_leaf=is_variable)
-
+    placed = lambda acc: jax.tree.map(over_devices, acc, is_leaf=is_variable)
     return optax.GradientTransformation(lambda params: _window.with_partial_sums(tx.init(params), placed), tx.update)
 
 
 def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
     """Raises if a trained variable has no gradient."""
-
-    def paths(tree: Any) -> Any:
-        return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-
+    paths = lambda tree: {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
     if missing := sorted(paths(params) - paths(grads)):
         raise ValueError(
             f"grads must hold a gradient for each variable of wrt={wrt!r}: there is none at {', '.join(missing)}. Pass "

@@ -15,7 +15,7 @@ from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._calls import StepWeighing
-from optax_accum.flax._nnx import call_of_arrays, value_and_grad, weigher
+from optax_accum.flax._nnx import loss_of_arrays, value_and_grad
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
@@ -104,9 +104,9 @@ def train_step(
             )
         opt_state = as_pure(optimizer.opt_state)
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
-        call = call_of_arrays(with_metrics, model, batch, wrt)
-        of_loss = weigher(with_metrics, model, batch, wrt, _calls.devices_of(placed).axes) if exact else None
-        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call)
+        of_arrays, call = loss_of_arrays(with_metrics, model, batch, wrt)
+        of_loss = of_arrays if exact else None
+        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call, placed)
         (_, outputs), grads = value_and_grad(with_metrics, wrt=wrt, has_aux=True, **placed)(model, batch)
         (sums, rows), grads = weighing.summed(placed, call, outputs, grads, sums_of)
         totals, rows = _calls.over_devices((sums, rows), placed)

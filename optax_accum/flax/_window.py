@@ -146,10 +146,7 @@ def add_stats(
 
 
 def check_metrics(metrics: Any) -> None:
-
-    def kind(value: Any) -> Any:
-        return "number" if isinstance(value, jax.Array) else type(value).__name__
-
+    kind = lambda value: "number" if isinstance(value, jax.Array) else type(value).__name__
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of scalars: they are a {kind(metrics)}. Give each a name.")
     for name, value in metrics.items():
