@@ -332,3 +332,30 @@ def test_under_disable_jit_a_loss_sees_its_numbers():
     with jax.disable_jit():
         got = optax_accum.value_and_grad(watched, num_microbatches=7)(W, BATCH)
     np.testing.assert_allclose(got[1], jax.grad(loss)(W, BATCH), rtol=1e-5)
+
+
+STILL = {  # parameters act without a derivative, or not alone, on rows that have one
+    "stop_gradient": lambda p, x: jnp.sin(x) * jax.lax.stop_gradient(p),
+    "where": lambda p, x: jnp.where(p > 0, jnp.sin(x), jnp.cos(x)),
+    "cond": lambda p, x: jax.lax.cond(p > 0, jnp.sin, jnp.cos, x),
+    "integers": lambda p, x: jnp.sin(x) * (10 * p).astype(int),
+    "mean": lambda p, x: (jnp.sin(x) - jnp.mean(jnp.sin(x) * jax.lax.stop_gradient(p))) ** 2,
+    "largest": lambda p, x: (jnp.sin(x) - jnp.max(jnp.sin(x) * jax.lax.stop_gradient(p))) ** 2 * p,
+    "scan": lambda p, x: jax.lax.scan(lambda h, w: (h * jax.lax.stop_gradient(w), None), jnp.sin(x), p + jnp.arange(3))[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("argnum", [0, 1], ids=["parameters", "batch"])
+@pytest.mark.parametrize("name", STILL)
+def test_the_gradient_by_rows_on_which_parameters_act_without_one(name, argnum):
+    """It was zero: only parameters were thought to have a derivative between two loops."""
+    p, x = jnp.float32(0.3), jnp.arange(1.0, 8)
+    of = lambda f: jax.jit(jax.grad(lambda p, x: jnp.sum(f(p, x) * jnp.arange(2.0, 9)), argnum))(p, x)
+    want = of(STILL[name])
+    close(of(optax_accum.microbatched(STILL[name], 3)), want)
+    assert argnum == 0 or np.any(np.abs(want) > 0.1)
+    loss = lambda p, x: jnp.sum(STILL[name](p, x) * p * x)
+    small, whole = optax_accum.value_and_grad(loss, 3), jax.value_and_grad(loss)
+    close(jax.grad(lambda *args: small(*args)[1], argnum)(p, x), jax.grad(lambda *args: whole(*args)[1], argnum)(p, x))

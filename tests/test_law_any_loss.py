@@ -169,7 +169,7 @@ def test_every_row_alone_and_a_remainder(k):
         return jnp.sum(batch["mask"] * jnp.tanh(h).sum(1) ** 2) / jnp.sum(batch["mask"]), h
 
     whole = jax.value_and_grad(loss, has_aux=True)(w, {"x": x, "mask": mask})
-    ours = jax.jit(optax_accum.value_and_grad(loss, k, has_aux=True))(w, {"x": x, "mask": mask})
+    ours = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k, has_aux=True))(w, {"x": x, "mask": mask})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, whole)
 
 

@@ -45,11 +45,11 @@ class Division:
     of level 0, whatever takes its rows together: that runs once, before the first loop.
     """
 
-    def __init__(self, program: Program, is_model: Sequence[bool], moves: bool, *, joins_all: bool):
+    def __init__(self, program: Program, is_model: Sequence[bool], is_moving: Sequence[bool], *, joins_all: bool):
         self.joins_all = joins_all
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
-        self.moving = set(self.model) if moves else set()
+        self.moving = {value for value, is_ in zip(program.inputs, is_moving, strict=True) if is_}
         self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
         for equation in self.equations:

@@ -31,22 +31,22 @@ def levels_of(
     is_model: Sequence[bool],
     *,
     moves: bool = True,
+    by_rows: bool = False,
     joins_all: bool = False,
     own: int | None = None,
     again: float = 0.0,
 ) -> Levels:
     """How a program runs; `is_model` says which inputs decide more than the batch does, as parameters do.
 
-    `moves`: whether the program may be differentiated by them. `joins_all`: whether all that follows a sum linearly is
-    done to its parts, for these to be whole, where it takes more memory, too. `own`: how many of the first outputs of
-    the program of a gradient are the function's own; `again`: how much of the function may run once more for less
-    memory, as a share of it.
+    `moves`: whether the program may be differentiated by them, and `by_rows`: by the batch, too. `joins_all`: whether
+    all that follows a sum linearly is done to its parts, for these to be whole, where it takes more memory, too. `own`:
+    how many of the first outputs of the program of a gradient are the function's own; `again`: how much of the function
+    may run once more for less memory, as a share of it.
     """
-    division = Division(program, is_model, moves, joins_all=joins_all)
-    kinds, model, moving = division.kinds, division.model, division.moving
-    return Levels(
-        program, kinds, model, moving, _Staging(division, own, again).stages(), division.bodies, division.parts
-    )
+    moving = [moves and (of_model or by_rows) for of_model in is_model]
+    division = Division(program, is_model, moving, joins_all=joins_all)
+    stages = _Staging(division, own, again).stages()
+    return Levels(program, division.kinds, division.model, division.moving, stages, division.bodies, division.parts)
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -62,7 +62,8 @@ def inside_layers(equation: Equation, levels: Levels) -> Levels:
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
-    return levels_of(body, is_model, moves=bool(levels.moving))
+    by_rows = not levels.moving.isdisjoint(set(levels.program.inputs) - levels.model)
+    return levels_of(body, is_model, moves=bool(levels.moving), by_rows=by_rows)
 
 
 class _Staging:

@@ -78,7 +78,7 @@ class Levels:
     program: Program
     kinds: dict[Equation, Kind]
     model: set[Value]  # what the differentiated inputs decide
-    moving: set[Value]  # and is differentiated by them: nothing after a stop_gradient is
+    moving: set[Value]  # what may be differentiated: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
     parts: Container[Value]  # the values of which each micro-batch of a loop gives a part

@@ -111,7 +111,7 @@ def _folders() -> list[pathlib.PurePath]:
 
 _FAULT = (
     "If jax.value_and_grad does not raise for this loss, this is a fault of optax_accum: please report it. Meanwhile "
-    "optax_accum.value_and_grad(loss, 1) gives the exact gradient: it runs all rows at once."
+    "optax_accum.value_and_grad(loss, num_microbatches=1) gives the exact gradient: it runs all rows at once."
 )
 
 

@@ -142,7 +142,7 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     wide = shared.widened(call[others], tuple(map(device.gathers, others, call[others])))
     call = call.with_values(others, shared.narrowed(wide))
     try:
-        traced = trace_call(lambda call: call.apply(fun), call, sizes, others, device)
+        traced = trace_call(lambda call: call.apply(fun), call, sizes, others, device, by_rows=True)
     except UndividedError as error:
         if not device.is_alone:
             error.add_note("Over devices micro-batches cannot run at once. Change that line.")

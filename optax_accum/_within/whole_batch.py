@@ -74,7 +74,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
         if again and not rules.meter.measures:
-            return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
+            return _of_function(rules, device, call, _traced(rules, call, over, fun))
         program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
     except UndividedError as error:
         if not may_run_at_once:
@@ -84,7 +84,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         return _at_once(rules, device, call, fun)
     is_of_function = _is_smaller_as_function(rules, program)
     if is_of_function or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
-        return _of_function(rules, device, call, trace_call(_called(fun), call, rules.sizes, call.params, over))
+        return _of_function(rules, device, call, _traced(rules, call, over, fun))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
     device.check_axes(program.traced.program.out_avals[:outputs])
@@ -122,8 +122,9 @@ def _is_smaller_as_function(rules: CallRules, program: TracedCall) -> bool:
     return any(kind is Kind.WHOLE and is_over_layers(equation, program.levels) for equation, kind in kinds)
 
 
-def _called(fun: Callable[..., Any]) -> Callable[[Call], Any]:
-    return lambda call: call.apply(fun)
+def _traced(rules: CallRules, call: Call, device: Device, fun: Callable[..., Any]) -> TracedCall:
+    """The program of the function, for JAX to differentiate by all arguments."""
+    return trace_call(lambda call: call.apply(fun), call, rules.sizes, call.params, device, by_rows=True)
 
 
 def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tree, list[Any]]:

@@ -71,7 +71,7 @@ def test_batch_norm_and_dropout_are_those_of_the_whole_batch():
 
 @pytest.mark.parametrize("jit", [*sweep([lambda f: f]), nnx.jit], ids=["eager", "nnx.jit"])
 def test_a_ready_gradient_function_of_a_module(jit):
-    """Uneven micro-batches, weights that come out of the loss, outputs in the order of the rows."""
+    """Uneven micro-batches, weights, outputs in the order of the rows."""
 
     def loss(model, batch):
         logits = model(batch[0], norm=False)
@@ -80,7 +80,7 @@ def test_a_ready_gradient_function_of_a_module(jit):
     model, gradient = Net(nnx.Rngs(0)), nnx.value_and_grad(loss, has_aux=True)
     want = gradient(model, (X, Y))
     names = (("mean", {"logits": "concat", "rows": "sum"}), "mean")
-    options = {"reduction": names, "weight_of": lambda result: result[0][1]["rows"]}
+    options = {"reduction": names, "weight_fn": lambda batch: jnp.float32(len(batch[0]))}
     cut = accum.nnx.reduce_microbatches(gradient, microbatch_size=5, **options)
     (value, aux), grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
     assert_allclose(value, want[0][0], rtol=1e-6)

@@ -49,7 +49,7 @@ def farthest(got, want):
 def of_parts(way, loss, parts, **options):
     """The value and the gradient, by one of the functions that know rows."""
     if way == "value_and_grad":
-        return optax_accum.value_and_grad(loss, parts, **options)
+        return optax_accum.value_and_grad(loss, num_microbatches=parts, **options)
     return jax.value_and_grad(microbatched(loss, parts), **options)
 
 
