@@ -1,13 +1,17 @@
-"""The one door from the tests to the library's private modules: all others ask public functions.
+"""The one door from the tests to the library's private modules: all other tests ask public functions.
 
-Behind it is what no public function tells: what the table of primitives says of one equation (a rule that is too careful
-changes no number), sums as `adding` writes them, the smallest cut, and what stands in for another compiler or JAX.
+What no public function tells stands behind it: what the table of primitives says of one equation (a rule that is too
+careful changes no number); algorithms that are compared with a search or a sum, case by case (`adding`, `cuts`, `holds`);
+and what a test switches off, or sets to what it is for another compiler, device or JAX (all other modules).
 """
 
-from optax_accum._core import compilers
+from optax_accum._core import adding, compilers, convolutions, versions
+from optax_accum._core.dtypes import holds
 from optax_accum._rows import cuts, locality, registry, traces
+from optax_accum._space import collectives, device, mapped, meshes
 
-__all__ = ["claims_of", "compilers", "cuts", "known", "registered", "says", "set_rules", "view_of"]
+__all__ = ["adding", "claims_of", "collectives", "compilers", "convolutions", "cuts", "device", "holds", "known"]
+__all__ += ["mapped", "meshes", "registered", "says", "set_rules", "versions", "view_of"]
 
 # The table of primitives
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from tests import ROOT, paths
+from tests import ROOT, engine, paths
 from tests.space import test_together
 from tests.tiers import sweep
 from tests.versions import needs_devices
@@ -285,7 +285,7 @@ def test_a_loss_whose_rows_decide_nothing_stays_as_it_is(way, tp, monkeypatch):
         texts = []
         for together in (True, False):
             if not together:
-                monkeypatch.setattr(optax_accum._space.device, "together", lambda fun, *_: fun)
+                monkeypatch.setattr(engine.device, "together", lambda fun, *_: fun)
             with on(mesh_of(2, tp)) as args:
                 texts.append(jax.jit(functools.partial(WAYS[way][0], loss)).lower(*args).as_text())
             monkeypatch.undo()
@@ -336,7 +336,7 @@ def test_a_loop_over_explicit_axes_keeps_its_shardings(way):
 
 def hanging():
     """A program that hangs without it, for the next test."""
-    optax_accum._space.device.together = lambda fun, *_: fun
+    engine.device.together = lambda fun, *_: fun
     compare("across", 2, TP, ["iterated"])
 
 

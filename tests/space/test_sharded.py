@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
-from optax_accum._space import mapped, meshes
-from tests import programs
+from tests import engine, programs
 from tests.tiers import sweep
 from tests.versions import JAX, since
 
@@ -313,9 +312,9 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """The forms that a TPU's compiler wants, for leaves and meshes of any size."""
-    monkeypatch.setattr(meshes, "device_kind", lambda mesh: "TPU v5 lite")
-    monkeypatch.setattr("optax_accum._space.collectives.CHIPS", 4)
-    monkeypatch.setattr("optax_accum._space.collectives.LARGE", 1)
+    monkeypatch.setattr(engine.meshes, "device_kind", lambda mesh: "TPU v5 lite")
+    monkeypatch.setattr(engine.collectives, "CHIPS", 4)
+    monkeypatch.setattr(engine.collectives, "LARGE", 1)
 
 
 @pytest.mark.parametrize("to", [None, {"w": P(None, "data"), "b": P(), "v": P("data")}], ids=["whole", "ZeRO-1"])
@@ -860,7 +859,7 @@ def test_a_shard_map_beside_explicit_axes_still_gathers():
     x = jax.device_put(jnp.ones((4, 8, 8)), NamedSharding(mesh, P("data", "tensor")))
     total = lambda x: jax.lax.psum(x, "data")
     direct = functools.partial(jax.shard_map, total, mesh=mesh, axis_names={"data"})
-    ours = functools.partial(mapped.over_axes, total, mesh, ("data",))
+    ours = functools.partial(engine.mapped.over_axes, total, mesh, ("data",))
     with jax.set_mesh(mesh):
         found = [collectives(jax.jit(way(in_specs=(P("data"),), out_specs=P())), x) for way in (direct, ours)]
     assert [bool(each.select("all-gather")) for each in found] == [True, False]
@@ -873,12 +872,12 @@ def test_a_shard_map_still_scatters_nothing_beside_explicit_axes():
     w, to = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "tensor"))), NamedSharding(mesh, P("data"))
 
     def gradient(gather):
-        inner = lambda w: jax.lax.psum(jnp.sum(gather(mapped.varying(w, ("data",))) ** 2), "data")
+        inner = lambda w: jax.lax.psum(jnp.sum(gather(engine.mapped.varying(w, ("data",))) ** 2), "data")
         over = jax.shard_map(inner, mesh=mesh, axis_names={"data"}, in_specs=(P("data"),), out_specs=P())
         with jax.set_mesh(mesh):
             return jax.jit(jax.grad(over))(w)
 
-    np.testing.assert_allclose(gradient(lambda w: mapped.gathered(w, to, ("data",))), 8 * np.ones((8, 8)))
+    np.testing.assert_allclose(gradient(lambda w: engine.mapped.gathered(w, to, ("data",))), 8 * np.ones((8, 8)))
     with pytest.raises(ValueError, match="sharding"):
         gradient(lambda w: jax.lax.all_gather(w, "data", axis=0, tiled=True))
 

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._core import compilers, equations
-from tests import paths
+from tests import paths, programs
+from tests.engine import compilers
 
 ROWS, WIDTH = 8, 4
 W = np.random.default_rng(0).normal(size=(3, WIDTH)).astype("f")
@@ -90,7 +90,7 @@ WAYS = {
 def varying_choices(program):
     """Returns the loops and branches that one device may run and another not."""
     found = []
-    for equation in equations.all_equations(program):
+    for equation in programs.equations(program):
         if equation.primitive.name == "cond":
             asked = [equation.invars[0].aval]
         elif equation.primitive.name == "while":
