@@ -55,6 +55,7 @@ WAYS = ("value_and_grad", "microbatched")
 
 def assert_whole(loss, *args, ways=tuple((way, 5) for way in WAYS), tolerance=1e-10, **options):
     """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts."""
+    ways = list(ways)
     funs = [jax.value_and_grad(loss, **options), *(of_parts(way, loss, parts, **options) for way, parts in ways)]
     want, *found = jax.jit(lambda *args: [fun(*args) for fun in funs])(*args)
     assert np.isfinite(jax.tree.leaves(want)[0]).all()
