@@ -118,14 +118,6 @@ def made(tx, params, **options):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("cut", [{"num_microbatches": 3}, {"microbatch_size": 16}], ids=str)
-def test_the_gradient_is_that_of_the_whole_batch(data_mesh, cut):
-    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    cut_loss = optax_accum.value_and_grad(loss, devices="data", **cut)
-    close(jax.jit(cut_loss)(params, batch), whole_gradient())
-
-
-@pytest.mark.sweep
 def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
     params, batch = place(mesh, host_params(), specs(mesh)), place(mesh, host_batch(), P("data"))
     cut_loss = jax.jit(
@@ -187,14 +179,6 @@ def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
 
 
 @pytest.mark.sweep
-def test_inside_a_shard_map_of_the_user(data_mesh):
-    run = optax_accum.value_and_grad(loss, num_microbatches=4, devices="data")
-    mapped = jax.shard_map(run, in_specs=(P(), P("data")), out_specs=P())
-    got = jax.jit(mapped)(place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data")))
-    close(got, whole_gradient())
-
-
-@pytest.mark.sweep
 def test_two_reduced_axes():
     mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
@@ -229,15 +213,6 @@ def train(mesh, tx, params, batches, step=None, **options):
 
 BATCHES = [host_batch(seed=seed) for seed in range(3)]
 JOINED = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
-
-
-@pytest.mark.sweep
-def test_the_update_is_that_of_the_whole_batch(data_mesh):
-    params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    got, state, _ = train(data_mesh, tx, params, BATCHES)
-    close(got, whole_update(host_params(), JOINED))
-    assert optax_accum.has_updated(state)
 
 
 @pytest.mark.sweep
@@ -364,39 +339,6 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
     close(got, whole_update(host_params(), first_two))
     state, _ = made(tx, params)
     assert not collectives(jitted, place(data_mesh, host_params(), P()), state, batch).select(place=("outside", "loop"))
-
-
-@pytest.mark.sweep
-def test_in_a_shard_map_of_the_user(data_mesh):
-    params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
-
-    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(optax_accum.sharding.defer_reduction(params, "data"), batch)
-        params, state = optax_accum.apply_gradients(tx, grads, state, params, weight=tokens(batch))
-        return value[None], params, state
-
-    batches = [{**batch, "mask": np.maximum(batch["mask"], 0.01)} for batch in BATCHES]
-    got, _, _ = train(data_mesh, tx, params, batches, step)
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-    close(got, whole_update(host_params(), joined))
-
-
-@pytest.mark.sweep
-def test_in_place_in_a_shard_map_of_the_user(data_mesh):
-    params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
-    micro_step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-
-    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
-    def step(params, state, batch):
-        value, params, state = micro_step(params, state, batch)
-        return value[None], params, state
-
-    close(train(data_mesh, tx, params, BATCHES, step)[0], whole_update(host_params(), JOINED))
 
 
 @pytest.mark.sweep
