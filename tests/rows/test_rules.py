@@ -861,7 +861,7 @@ def refusing(name):
     return lambda p, b: masked(jnp.sum(REFUSING[name](p, b) ** 2, 1), b)
 
 
-@pytest.mark.parametrize("parts", [(5, 3), *sweep([(3, 2), (2, 5)])])
+@pytest.mark.parametrize("parts", [[5, 3], *sweep([[3, 2], [2, 5]])], ids=str)
 @pytest.mark.parametrize("name", REFUSING)
 def test_a_rule_is_moved_by_no_more_than_the_loss_moves(name, parts, x64):
     ways = zip(WAYS, parts, strict=True)
@@ -915,7 +915,7 @@ def scaled_on_all_rows(p, b):
     return jnp.mean(hidden**2) + jnp.sum(jnp.sort(dense(p, b), 0) * scale)
 
 
-@pytest.mark.parametrize("parts", [(5, 2), *sweep([(2, 5)])])
+@pytest.mark.parametrize("parts", [[5, 2], *sweep([[2, 5]])], ids=str)
 @pytest.mark.parametrize("loss", [scaled_mean, scaled_after_a_mean, scaled_on_all_rows])
 def test_a_loop_over_rows_may_make_what_has_none(loss, parts, x64):
     assert_whole(loss, *values(dtype=jnp.float64), ways=zip(WAYS, parts, strict=True))
