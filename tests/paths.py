@@ -241,6 +241,12 @@ def mesh_of(kind):
     return jax.make_mesh((2, 2), ("data", "other"), axis_types=KINDS[kind], devices=jax.devices()[:4])
 
 
+def mesh_with_tp(data, tp, kind="Auto"):
+    """A mesh whose second axis is the model's."""
+    kinds = AxisType.Auto, getattr(AxisType, kind)
+    return jax.make_mesh((data, tp), ("data", "tp"), axis_types=kinds, devices=jax.devices()[: data * tp])
+
+
 def on_mesh(mesh, tree, spec):
     return jax.device_put(tree, NamedSharding(mesh, spec))
 

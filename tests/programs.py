@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.experimental
+from jax.extend import core
 
 from optax_accum import accelerators
 from tests import OLD_EMITTERS
@@ -58,3 +59,13 @@ def why_not(name):
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def equations(program):
+    """All equations of a traced program, those of the programs inside it, too."""
+    for equation in program.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)  # with or without its constants
+            if isinstance(inner, core.Jaxpr):
+                yield from equations(inner)

@@ -37,8 +37,6 @@ WAYS = {
     "jacrev": lambda f: jax.jacrev(lambda w: f(w, BATCH)[1])(W),
     "hessian": lambda f: jax.hessian(lambda w: f(w, BATCH)[0])(W),
     "jit of jacfwd": lambda f: jax.jit(jax.jacfwd(lambda w: f(w, BATCH)[1]))(W),
-}
-THROUGH = {
     "jacfwd of jit": lambda f: jax.jacfwd(jax.jit(lambda w: f(w, BATCH)[1]))(W),
     "jacrev of jit": lambda f: jax.jacrev(jax.jit(lambda w: f(w, BATCH)[1]))(W),
     "hessian of jit": lambda f: jax.hessian(jax.jit(lambda w: f(w, BATCH)[0]))(W),
@@ -46,17 +44,10 @@ THROUGH = {
 }
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("way", sweep(WAYS, but=["hessian", "jit of jacfwd"]))
+@pytest.mark.parametrize("way", sweep(WAYS, but=["jacrev of jit"]))
 def test_value_and_grad_is_differentiated_again(way):
     f = optax_accum.value_and_grad(loss, num_microbatches=3)
     np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("way", sweep(THROUGH, but=["jacrev of jit"]))
-def test_value_and_grad_is_differentiated_again_through_a_jit(way):
-    f = optax_accum.value_and_grad(loss, num_microbatches=3)
-    np.testing.assert_allclose(THROUGH[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sweep

@@ -17,7 +17,7 @@ import pytest
 import optax_accum
 from benchmarks import code_size
 from benchmarks._quirks import QUIRKS
-from optax_accum._core import versions
+from tests.engine import versions
 from tests.versions import JAX
 
 pytestmark = pytest.mark.quick
@@ -285,6 +285,17 @@ def test_a_question_is_asked_by_its_noun(question):
 def test_the_questions_are_found():
     assert names_in("x = jax.lax.psum(1, axes)") & WHERE
     assert "rules.devices" in branches("if rules.devices:\n    pass")
+
+
+PRIVATE = re.compile(r"optax_accum\._(?!_)|from optax_accum import _(?!_)")
+
+
+def test_tests_ask_public_functions():
+    """What private modules do is told by results, by `explain`, and by traced or compiled programs; else by `tests.engine`."""
+    tests = PACKAGE.parent / "tests"
+    asking = {str(path.relative_to(tests)) for path in tests.rglob("*.py") if PRIVATE.search(path.read_text())}
+    here = {"test_architecture.py"}  # sources as text, and this rule
+    assert asking - here - {"flax/test_nnx.py"} == {"engine.py"}
 
 
 OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "HOST"}  # names of `_core.versions`

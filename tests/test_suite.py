@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from optax_accum._core import arithmetic
 from tests import paths, programs, test_law, tiers
 
 pytestmark = pytest.mark.quick
@@ -28,24 +27,23 @@ def reads(monkeypatch):
     return lambda: len(found)
 
 
-def window(name):
+def window(name, weight=3):
     """The sum of a window, by a function that JAX has never seen."""
 
     def micro_step(acc, grads):
-        return arithmetic.add(acc, grads, jnp.float32(3), first=False)
+        return acc + weight * grads
 
     micro_step.__name__ = name
     return float(jax.jit(micro_step)(jnp.float32(2), jnp.float32(5)))
 
 
-def test_a_program_is_compiled_once_and_a_change_of_the_library_is_another(reads, monkeypatch):
+def test_a_program_is_compiled_once_and_a_change_of_it_is_another(reads):
     """The key is the program: of the same name, with the same arguments, another is not taken for it."""
     window("kept")
     before = reads()
     assert window("kept") == 17
     assert reads() == before + 1
-    monkeypatch.setattr(arithmetic, "_scale", lambda grad, weight, counts: grad)
-    assert window("kept") == 7
+    assert window("kept", weight=1) == 7
     assert reads() in (before + 1, before + 2)  # compiled, or read where an earlier run has tried this
 
 

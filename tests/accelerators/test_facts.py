@@ -11,9 +11,8 @@ import pytest
 import optax_accum
 from benchmarks import _fsdp, _many_devices, _one_device
 from benchmarks import accelerators as facts
-from optax_accum._core import compilers
-from optax_accum._space import collectives
 from tests import programs
+from tests.engine import collectives, compilers
 from tests.versions import JAX, needs_references, since
 
 TARGETS = programs.installed("h100", "v5e:4x4")

@@ -1,6 +1,7 @@
 """Extra arguments of the inner optimizer: which it gets as their mean over the window, and which as the last call gave."""
 
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
 from optax_accum import checkpoint, sharding
-from optax_accum._arguments.signature import signature_of
 from tests import versions
 from tests.across.test_optimizers import OPTIMIZERS
 
@@ -242,8 +242,9 @@ def reads(inner):
 
     def update(state, value, grad):
         extra_args = {"value": value, "grad": grad, **functions}
-        takes = signature_of(inner.update).takes
-        return inner.update(PARAMS, state, PARAMS, **{name: extra_args[name] for name in filter(takes, extra_args)})
+        kinds = {each.name: each.kind for each in inspect.signature(inner.update).parameters.values()}
+        named = extra_args if inspect.Parameter.VAR_KEYWORD in kinds.values() else kinds.keys() & extra_args
+        return inner.update(PARAMS, state, PARAMS, **{name: extra_args[name] for name in named})
 
     state = inner.init(PARAMS)
     program = jax.make_jaxpr(update)(state, jnp.float32(1), PARAMS).jaxpr

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import batching, statistics
-from optax_accum._core import sums as counting
 from optax_accum.accelerators import count_traffic
 from tests import programs
 from tests.tiers import sweep
@@ -388,14 +387,14 @@ def test_windows_grow_with_the_tokens_seen():
 
 def test_tokens_are_counted_where_float32_would_stall():
     weight, windows = 12_345_677, 25_000
-    step = lambda _, seen: counting.see(seen, jnp.float32(weight))
-    seen = jax.jit(lambda: jax.lax.fori_loop(0, windows, step, counting.new_seen()))()
     total = weight * windows
-    assert int(seen.units) * 2**20 + int(seen.rest) == total > 300e9
-    assert counting.has_seen(seen, total)
-    assert not counting.has_seen(seen, total + 1)
-    assert not counting.has_seen(seen, 1e18)
-    assert counting.has_seen(counting.see(seen, jnp.float32(np.nan)), total)
+    for threshold, length in ((total, 2), (total + 1, 1)):  # what the schedule says next tells what it has seen
+        tx = accumulate(batching.every_by_tokens({0: 1, threshold: 2}), statistics=False)
+        step = lambda state, weight, tx=tx: tx.update(jnp.ones(3), state, weight=weight)[1]
+        run = lambda state, step=step: jax.lax.fori_loop(0, windows, lambda _, state: step(state, float(weight)), state)
+        state = jax.jit(run)(tx.init(jnp.ones(3)))
+        for weight_of_next in (np.nan, 1.0):
+            assert bool(optax_accum.has_updated(step(state, weight_of_next))) == (length == 1)
 
 
 def noisy(count, spread, seed=0):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_accum._core import adding
 from tests import programs
+from tests.engine import adding
 from tests.tiers import sweep
 
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)

@@ -13,9 +13,9 @@ import pytest
 
 import optax_accum
 from optax_accum import accelerators
-from optax_accum._core import compilers, versions
 from optax_accum.accelerators import _absent as absent
 from tests import programs
+from tests.engine import compilers, versions
 
 AXES = {"devices": "data"}
 REFUSED = {  # by an older JAX

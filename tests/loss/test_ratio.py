@@ -34,15 +34,6 @@ def close(ours, expected, rtol=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), ours, expected)
 
 
-@pytest.mark.sweep
-def test_the_parameters_may_decide_what_counts():
-    f = optax_accum.value_and_grad(passed, **CUT)
-    close(jax.jit(f)(W, X), whole(passed, W, X))
-    for x in (X, -X, jnp.zeros_like(X)):  # with other counts, and with none
-        value, grad = jax.jit(f)(W, x)
-        close((value, grad), whole(passed, W, x) if x.any() else (0.0, jnp.zeros(3)))
-
-
 def test_it_stands_where_the_loss_stands():
     def loss(w, x):
         ratio = passed(w, x)
@@ -59,18 +50,6 @@ def test_a_narrow_loss_is_divided_in_float32():
     assert (value.dtype, grad.dtype) == (jnp.float32, jnp.float32)
     wanted = 5 * 0.2 * 5  # the loss itself adds in bfloat16
     np.testing.assert_allclose((value, grad), wanted, rtol=2**-7)
-
-
-@pytest.mark.sweep
-def test_partial_sums_are_each_device_s_own_quotient():
-    """So that across calls a weight of each device's own count makes the whole."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    x = jax.device_put(X[:8], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    f = optax_accum.value_and_grad(passed, num_microbatches=2, devices=optax_accum.Devices("data", to="partial"))
-    with jax.set_mesh(mesh):
-        values, grads = jax.jit(f)(W, x)
-    for i in range(2):
-        close((values[i], grads[i]), whole(passed, W, X[4 * i : 4 * i + 4]))
 
 
 @pytest.mark.sweep

@@ -5,9 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_accum
-from optax_accum._rows.levels import Kind
-from optax_accum._within.microbatched import microbatched
-from tests.rows.soundness import traced, untold
 
 ROWS = 12
 
@@ -50,36 +47,31 @@ def of_parts(way, loss, parts, **options):
     """The value and the gradient, by one of the functions that know rows."""
     if way == "value_and_grad":
         return optax_accum.value_and_grad(loss, num_microbatches=parts, **options)
-    return jax.value_and_grad(microbatched(loss, parts), **options)
+    return jax.value_and_grad(optax_accum.microbatched(loss, parts), **options)
 
 
 WAYS = ("value_and_grad", "microbatched")
 
 
 def assert_whole(loss, *args, ways=tuple((way, 5) for way in WAYS), tolerance=1e-10, **options):
-    """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts.
-
-    No equation has a kind that it must not have: `test_soundness` compares their values.
-    """
+    """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts."""
+    ways = list(ways)
     funs = [jax.value_and_grad(loss, **options), *(of_parts(way, loss, parts, **options) for way, parts in ways)]
     want, *found = jax.jit(lambda *args: [fun(*args) for fun in funs])(*args)
     assert np.isfinite(jax.tree.leaves(want)[0]).all()
     differences = {way: farthest(got, want) for way, got in zip(ways, found, strict=True)}
     assert max(differences.values()) < tolerance, differences
-    if not options:
-        assert list(untold(traced(loss, *args).levels)) == []
 
 
 def couplings(loss, params, batch):
-    """The primitives that take rows together, as the room sees them, where the parameters decide what they take."""
-    return [equation.name for equation in _levels(loss, params, batch).coupling]
+    """The primitives that take rows together."""
+    return _names(optax_accum.explain(loss, params, batch).couplings)
 
 
 def whole(loss, params, batch):
     """Those of them that run once, on all rows."""
-    levels = _levels(loss, params, batch)
-    return [equation.name for equation in levels.coupling if levels.kinds[equation] is Kind.WHOLE]
+    return _names(optax_accum.explain(loss, params, batch).whole)
 
 
-def _levels(loss, params, batch):
-    return traced(loss, params, batch, 2).levels
+def _names(found):
+    return [name for coupling in found for name in coupling.primitives]

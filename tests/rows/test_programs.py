@@ -48,7 +48,7 @@ def differences(first):
     return [(mixture, farthest(got, want)) for mixture, (want, got) in zip(mixtures, found, strict=True)]
 
 
-@pytest.mark.parametrize("first", sweep(range(0, 400, TOGETHER), but=[0, 8, 16, 24, 32]))
+@pytest.mark.parametrize("first", sweep(range(0, 400, TOGETHER), but=[0, 16]))
 def test_random_losses_of_rows_and_parameters(first, rank_promotion):
     for number, (mixture, far) in enumerate(differences(first), start=first):
         assert far < (5e-2 if mixture.is_narrow else 1e-4), (number, mixture.n, mixture.d)

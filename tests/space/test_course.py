@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from tests import ROOT, paths
+from tests import ROOT, engine, paths
 from tests.space import test_together
 from tests.tiers import sweep
 from tests.versions import needs_devices
@@ -193,11 +193,6 @@ WAYS = {
 }
 
 
-def mesh_of(data, tp, kind="Auto"):
-    kinds = jax.sharding.AxisType.Auto, getattr(jax.sharding.AxisType, kind)
-    return jax.make_mesh((data, tp), ("data", "tp"), axis_types=kinds, devices=jax.devices()[: data * tp])
-
-
 def placed(mesh):
     return paths.on_mesh(mesh, W, P(None, "tp")), paths.on_mesh(mesh, BATCH, P("data"))
 
@@ -205,7 +200,7 @@ def placed(mesh):
 def compare(way, data, tp, names):
     """In a process of its own: each loss against plain JAX."""
     run, losses = WAYS[way]
-    mesh = mesh_of(data, tp)
+    mesh = paths.mesh_with_tp(data, tp)
     with jax.set_mesh(mesh):
         for name in names:
             found = np.asarray(jax.jit(functools.partial(run, losses[name]))(*placed(mesh)))
@@ -246,7 +241,7 @@ IN_EACH_RUN = [
 def test_no_device_leaves_them_before_others(way, name):
     """The facts of the program; a process that waits for ever takes long to be seen."""
     run, losses = WAYS[way]
-    with on(mesh_of(2, TP)) as args:
+    with on(paths.mesh_with_tp(2, TP)) as args:
         program = jax.make_jaxpr(functools.partial(run, losses[name]))(*args)
     assert not test_together.varying_choices(program.jaxpr)
 
@@ -285,8 +280,8 @@ def test_a_loss_whose_rows_decide_nothing_stays_as_it_is(way, tp, monkeypatch):
         texts = []
         for together in (True, False):
             if not together:
-                monkeypatch.setattr(optax_accum._space.device, "together", lambda fun, *_: fun)
-            with on(mesh_of(2, tp)) as args:
+                monkeypatch.setattr(engine.device, "together", lambda fun, *_: fun)
+            with on(paths.mesh_with_tp(2, tp)) as args:
                 texts.append(jax.jit(functools.partial(WAYS[way][0], loss)).lower(*args).as_text())
             monkeypatch.undo()
         assert texts[0] == texts[1]
@@ -310,11 +305,11 @@ def printing(of_loop):
 @pytest.mark.parametrize(("of_loop", "message"), [(True, "a loop has effects"), (False, "a branch has effects")])
 def test_what_would_happen_too_often_is_refused_by_line(way, of_loop, message):
     loss = printing(of_loop)
-    with on(mesh_of(2, TP)) as args:
+    with on(paths.mesh_with_tp(2, TP)) as args:
         with pytest.raises(ValueError, match=rf"\('tp'\): at test_course.py:\d+ {message} \(.*leave out devices"):
             jax.jit(functools.partial(WAYS[way][0], loss)).lower(*args)
         jax.jit(optax_accum.value_and_grad(lambda w, batch: loss(w, batch), 2)).lower(*args)  # the remedy
-    with on(mesh_of(2, 1)) as args:  # nobody waits
+    with on(paths.mesh_with_tp(2, 1)) as args:  # nobody waits
         jax.jit(functools.partial(WAYS[way][0], loss)).lower(*args)
 
 
@@ -329,14 +324,14 @@ def test_a_loop_over_explicit_axes_keeps_its_shardings(way):
         f = lambda x, n: lax.stop_gradient(lax.fori_loop(0, n, shrunk, x @ w)) * (x @ w)
         return jnp.mean(jax.vmap(f)(batch["x"], batch["n"]) ** 2)
 
-    with on(mesh_of(2, TP, "Explicit")) as args:
+    with on(paths.mesh_with_tp(2, TP, "Explicit")) as args:
         found = jax.jit(functools.partial(WAYS[way][0], loss))(*args)
     np.testing.assert_allclose(np.asarray(found), jax.grad(loss)(W, BATCH), rtol=1e-4, atol=1e-6)
 
 
 def hanging():
     """A program that hangs without it, for the next test."""
-    optax_accum._space.device.together = lambda fun, *_: fun
+    engine.device.together = lambda fun, *_: fun
     compare("across", 2, TP, ["iterated"])
 
 

@@ -180,12 +180,6 @@ LOSSES = [
 QUICK = [summed, normalised_sums, with_a_parameter_beside, gathered, divided_at_the_end, counted_tokens]
 
 
-def mesh_of(*sizes):
-    return jax.make_mesh(
-        sizes, ("data", "tp"), axis_types=paths.KINDS["Auto"], devices=jax.devices()[: sizes[0] * sizes[1]]
-    )
-
-
 VALUE_AND_GRAD = P(), SHARDS
 
 
@@ -193,7 +187,7 @@ def mapped(run, data, out_specs=VALUE_AND_GRAD, *, check_vma=True):
     """Runs a function of parameters and rows in a `jax.shard_map`; without devices along "data" all rows are on each."""
     dealt = DEALT if data else {name: P(None, *spec[1:]) for name, spec in DEALT.items()}
     inside = jax.shard_map(
-        run, mesh=mesh_of(data or 1, 2), in_specs=(SHARDS, dealt), out_specs=out_specs, check_vma=check_vma
+        run, mesh=paths.mesh_with_tp(data or 1, 2), in_specs=(SHARDS, dealt), out_specs=out_specs, check_vma=check_vma
     )
     return jax.tree.map(np.asarray, jax.jit(inside)(PARAMS, BATCH))
 
@@ -310,7 +304,7 @@ def run_with_own(loss, k=2):
     def run(w, x, own):
         return optax_accum.value_and_grad(loss, k, batch_argnums=1, devices="data")(w, x, own[0])
 
-    inside = jax.shard_map(run, mesh=mesh_of(2, 1), in_specs=(P(), P("data"), P("data")), out_specs=P())
+    inside = jax.shard_map(run, mesh=paths.mesh_with_tp(2, 1), in_specs=(P(), P("data"), P("data")), out_specs=P())
     return jax.jit(inside)(jnp.float32(2), jnp.arange(8.0), jnp.float32([1, 10]))
 
 

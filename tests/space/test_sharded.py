@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
-from optax_accum._space import mapped, meshes
-from tests import programs
+from tests import engine, programs
 from tests.tiers import sweep
 from tests.versions import JAX, since
 
@@ -119,14 +118,6 @@ def made(tx, params, **options):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("cut", [{"num_microbatches": 3}, {"microbatch_size": 16}], ids=str)
-def test_the_gradient_is_that_of_the_whole_batch(data_mesh, cut):
-    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    cut_loss = optax_accum.value_and_grad(loss, devices="data", **cut)
-    close(jax.jit(cut_loss)(params, batch), whole_gradient())
-
-
-@pytest.mark.sweep
 def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
     params, batch = place(mesh, host_params(), specs(mesh)), place(mesh, host_batch(), P("data"))
     cut_loss = jax.jit(
@@ -188,14 +179,6 @@ def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
 
 
 @pytest.mark.sweep
-def test_inside_a_shard_map_of_the_user(data_mesh):
-    run = optax_accum.value_and_grad(loss, num_microbatches=4, devices="data")
-    mapped = jax.shard_map(run, in_specs=(P(), P("data")), out_specs=P())
-    got = jax.jit(mapped)(place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data")))
-    close(got, whole_gradient())
-
-
-@pytest.mark.sweep
 def test_two_reduced_axes():
     mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
@@ -230,15 +213,6 @@ def train(mesh, tx, params, batches, step=None, **options):
 
 BATCHES = [host_batch(seed=seed) for seed in range(3)]
 JOINED = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
-
-
-@pytest.mark.sweep
-def test_the_update_is_that_of_the_whole_batch(data_mesh):
-    params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    got, state, _ = train(data_mesh, tx, params, BATCHES)
-    close(got, whole_update(host_params(), JOINED))
-    assert optax_accum.has_updated(state)
 
 
 @pytest.mark.sweep
@@ -313,9 +287,9 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """The forms that a TPU's compiler wants, for leaves and meshes of any size."""
-    monkeypatch.setattr(meshes, "device_kind", lambda mesh: "TPU v5 lite")
-    monkeypatch.setattr("optax_accum._space.collectives.CHIPS", 4)
-    monkeypatch.setattr("optax_accum._space.collectives.LARGE", 1)
+    monkeypatch.setattr(engine.meshes, "device_kind", lambda mesh: "TPU v5 lite")
+    monkeypatch.setattr(engine.collectives, "CHIPS", 4)
+    monkeypatch.setattr(engine.collectives, "LARGE", 1)
 
 
 @pytest.mark.parametrize("to", [None, {"w": P(None, "data"), "b": P(), "v": P("data")}], ids=["whole", "ZeRO-1"])
@@ -365,39 +339,6 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
     close(got, whole_update(host_params(), first_two))
     state, _ = made(tx, params)
     assert not collectives(jitted, place(data_mesh, host_params(), P()), state, batch).select(place=("outside", "loop"))
-
-
-@pytest.mark.sweep
-def test_in_a_shard_map_of_the_user(data_mesh):
-    params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
-
-    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(optax_accum.sharding.defer_reduction(params, "data"), batch)
-        params, state = optax_accum.apply_gradients(tx, grads, state, params, weight=tokens(batch))
-        return value[None], params, state
-
-    batches = [{**batch, "mask": np.maximum(batch["mask"], 0.01)} for batch in BATCHES]
-    got, _, _ = train(data_mesh, tx, params, batches, step)
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-    close(got, whole_update(host_params(), joined))
-
-
-@pytest.mark.sweep
-def test_in_place_in_a_shard_map_of_the_user(data_mesh):
-    params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
-    micro_step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-
-    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
-    def step(params, state, batch):
-        value, params, state = micro_step(params, state, batch)
-        return value[None], params, state
-
-    close(train(data_mesh, tx, params, BATCHES, step)[0], whole_update(host_params(), JOINED))
 
 
 SPIKE = optax_accum.discard_if(lambda gradient, *_: (~(optax.tree.norm(gradient) < 1e3), ()))
@@ -863,7 +804,7 @@ def test_a_shard_map_beside_explicit_axes_still_gathers():
     x = jax.device_put(jnp.ones((4, 8, 8)), NamedSharding(mesh, P("data", "tensor")))
     total = lambda x: jax.lax.psum(x, "data")
     direct = functools.partial(jax.shard_map, total, mesh=mesh, axis_names={"data"})
-    ours = functools.partial(mapped.over_axes, total, mesh, ("data",))
+    ours = functools.partial(engine.mapped.over_axes, total, mesh, ("data",))
     with jax.set_mesh(mesh):
         found = [collectives(jax.jit(way(in_specs=(P("data"),), out_specs=P())), x) for way in (direct, ours)]
     assert [bool(each.select("all-gather")) for each in found] == [True, False]
@@ -876,12 +817,12 @@ def test_a_shard_map_still_scatters_nothing_beside_explicit_axes():
     w, to = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "tensor"))), NamedSharding(mesh, P("data"))
 
     def gradient(gather):
-        inner = lambda w: jax.lax.psum(jnp.sum(gather(mapped.varying(w, ("data",))) ** 2), "data")
+        inner = lambda w: jax.lax.psum(jnp.sum(gather(engine.mapped.varying(w, ("data",))) ** 2), "data")
         over = jax.shard_map(inner, mesh=mesh, axis_names={"data"}, in_specs=(P("data"),), out_specs=P())
         with jax.set_mesh(mesh):
             return jax.jit(jax.grad(over))(w)
 
-    np.testing.assert_allclose(gradient(lambda w: mapped.gathered(w, to, ("data",))), 8 * np.ones((8, 8)))
+    np.testing.assert_allclose(gradient(lambda w: engine.mapped.gathered(w, to, ("data",))), 8 * np.ones((8, 8)))
     with pytest.raises(ValueError, match="sharding"):
         gradient(lambda w: jax.lax.all_gather(w, "data", axis=0, tiled=True))
 

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._core import compilers, equations
-from tests import paths
+from tests import paths, programs
+from tests.engine import compilers
 
 ROWS, WIDTH = 8, 4
 W = np.random.default_rng(0).normal(size=(3, WIDTH)).astype("f")
@@ -20,13 +20,6 @@ BATCH = {
     "mask": np.float32([1, 1, 0, 1, 0, 0, 0, 0]),  # the rows of one device count, and those of the other do not
 }
 tokens = paths.count
-
-
-def mesh_of(*sizes):
-    """A mesh whose second axis is left to the partitioner."""
-    return jax.make_mesh(
-        sizes, ("data", "tp"), axis_types=paths.KINDS["Auto"], devices=jax.devices()[: sizes[0] * sizes[1]]
-    )
 
 
 def placed(mesh):
@@ -90,7 +83,7 @@ WAYS = {
 def varying_choices(program):
     """Returns the loops and branches that one device may run and another not."""
     found = []
-    for equation in equations.all_equations(program):
+    for equation in programs.equations(program):
         if equation.primitive.name == "cond":
             asked = [equation.invars[0].aval]
         elif equation.primitive.name == "while":
@@ -105,7 +98,7 @@ def varying_choices(program):
 @pytest.mark.parametrize(("way", "fun", "options"), WAYS.values(), ids=WAYS)
 def test_no_device_skips_what_others_wait_for(way, fun, options):
     """Else this test would hang, or end Python."""
-    run, mesh = functools.partial(way, fun, options), mesh_of(2, 2)
+    run, mesh = functools.partial(way, fun, options), paths.mesh_with_tp(2, 2)
     with jax.set_mesh(mesh):
         assert not varying_choices(jax.make_jaxpr(run)(*placed(mesh)).jaxpr)
         grad = jax.jit(run)(*placed(mesh))
@@ -116,7 +109,7 @@ def test_nor_does_it_where_the_loss_permutes_over_another_axis_in_a_shard_map():
     around = lambda leaf: jax.lax.ppermute(leaf, "tp", [(0, 1), (1, 0)])
     mean = lambda w, batch: jnp.sum(batch["mask"] * jnp.sum((batch["x"] @ w) ** 2, -1)) / tokens(batch)
     permuting = lambda w, batch: jax.lax.psum(mean(around(w), batch), "tp")
-    mesh = mesh_of(2, 2)
+    mesh = paths.mesh_with_tp(2, 2)
     run = jax.shard_map(
         functools.partial(across, permuting, WEIGHED),
         mesh=mesh,
@@ -130,7 +123,7 @@ def test_nor_does_it_where_the_loss_permutes_over_another_axis_in_a_shard_map():
 
 
 def test_where_nobody_waits_a_device_skips_them():
-    mesh = mesh_of(2, 1)
+    mesh = paths.mesh_with_tp(2, 1)
     with jax.set_mesh(mesh):
         program = jax.make_jaxpr(functools.partial(accumulated, loss, WEIGHED))(*placed(mesh))
     assert varying_choices(program.jaxpr)
