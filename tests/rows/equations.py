@@ -168,7 +168,9 @@ def in_micro_batches(found):
     units, view, moves = found.units, found.view, moving(found)
 
     def decided(params, place, leaf):
-        return leaf * params["one"].astype(leaf.dtype) if place in moves else jnp.where(params["one"] > 0, leaf, leaf)
+        if place in moves:
+            return leaf * params["one"].astype(leaf.dtype)
+        return jax.lax.stop_gradient(jnp.where(params["one"] > 0, leaf, leaf))
 
     def fun(params, batch):
         equation = found.single if len(batch["units"]) == units else found.double
