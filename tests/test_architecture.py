@@ -17,7 +17,6 @@ import pytest
 import optax_accum
 from benchmarks._quirks import QUIRKS
 from optax_accum._core import versions
-from tests.versions import JAX
 
 pytestmark = pytest.mark.quick
 
@@ -286,7 +285,7 @@ def test_the_questions_are_found():
     assert "rules.devices" in branches("if rules.devices:\n    pass")
 
 
-OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "HOST"}  # names of `_core.versions`
+OF_VERSIONS = {"JAX", "FLOOR", "HOST"}  # names of `_core.versions`
 
 
 def asks_for_a_version(source):
@@ -324,7 +323,7 @@ def test_versions_are_asked_for_by_their_owners_alone():
         "getattr(jax.config, 'x'); hasattr(jax, 'P')",
         "jax.__version_info__ > (1,)",
         "versions.JAX",
-        "versions.DEVICES > (0,)",
+        "versions.HOST > (0,)",
         "from optax_accum._core.versions import JAX",
         "jax.__version__.split('.')",
         "getattr(jax.lax, 'x', 0)",
@@ -332,7 +331,7 @@ def test_versions_are_asked_for_by_their_owners_alone():
 )
 def test_a_question_for_a_version_is_found(source):
     assert asks_for_a_version(source)
-    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(versions.DEVICES)")
+    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(versions.HOST)")
 
 
 def chains(source):
@@ -347,7 +346,7 @@ YOUNG = {"jax.new_ref", "jax.freeze"}  # asked for where gradients are added in 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_what_is_taken_from_jax_is_there(room):
-    """Where it is not, `compilers` asks; before JAX 0.7.2 the space is refused before it takes anything."""
+    """Where it is not, `compilers` asks."""
     missing = set()
     for name, source in modules(room).items():
         if name != "compilers":
@@ -356,7 +355,7 @@ def test_what_is_taken_from_jax_is_there(room):
                     functools.reduce(getattr, chain.split(".")[1:], jax)
                 except AttributeError:
                     missing.add(chain)
-    assert missing - YOUNG == set() or (room == "_space" and JAX < (0, 7, 2))
+    assert missing - YOUNG == set()
 
 
 @pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.where)

@@ -15,7 +15,6 @@ from flax import nnx
 import optax_accum
 import optax_accum.flax
 from optax_accum import batching, checkpoint, sharding
-from tests.versions import needs_devices
 
 pytestmark = pytest.mark.quick
 
@@ -924,10 +923,9 @@ KEY = jax.random.key(0)
         (lambda: _split(loss, W, jnp.ones(())), "A batch must have a leaf with rows"),
         (lambda: _split(loss, W, X, argnums=2), "argnums must name a parameter of fun: .*Pass its position"),
         (lambda: _split(loss, W, X, has_aux=True), "fun must return a pair"),
-        pytest.param(
+        (
             lambda: _over_devices(loss, W, X[:7]),
             r"must divide over the devices.*Pad .* to 8 rows, with a mask.*sum\(mask \* errors\) / jnp.sum\(mask\)",
-            marks=needs_devices,
         ),
     ],
 )
@@ -937,7 +935,6 @@ def test_value_and_grad_names_only_options_that_it_has(call, message):
     assert not re.search(GONE, str(caught.value))
 
 
-@needs_devices
 def test_the_remedy_of_a_loss_that_communicates_takes_its_key():
     """Its error names `reduce_microbatches`, which needs the key named."""
     options = {"batch_argnums": 2, "devices": "data"}
@@ -950,7 +947,6 @@ def test_the_remedy_of_a_loss_that_communicates_takes_its_key():
     np.testing.assert_allclose(jnp.vdot(grad, W), 2 * value, rtol=1e-5)  # of a square
 
 
-@needs_devices
 def test_the_remedy_for_rows_that_devices_do_not_divide():
     rows, mask = jnp.pad(X[:7], ((0, 1), (0, 0))), jnp.arange(8) < 7
     masked = lambda w, batch: jnp.sum(batch[1] * (batch[0] @ w) ** 2) / jnp.sum(batch[1])

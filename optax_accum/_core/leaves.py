@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers
 from optax_accum._core.types import Tree
 
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
@@ -56,7 +55,7 @@ def for_each_leaf(
 ) -> Tree:
     """The value of an option for each leaf of a tree; the option is a prefix of the tree."""
     try:
-        return compilers.each_leaf(option, tree, is_leaf)
+        return jax.tree.broadcast(option, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(
             f"{name} must be a prefix of the tree of {tree_of}: {name} has "

@@ -22,10 +22,10 @@ _YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*|device_interconnect_info .*
 
 def check_absent(name: str, gpu: bool) -> None:
     """Raises where JAX cannot compile for an accelerator that this machine lacks."""
-    if versions.JAX < versions.DEVICES or (gpu and (0, 8, 0) <= versions.JAX < (0, 9, 0)):
+    if gpu and (0, 8, 0) <= versions.JAX < (0, 9, 0):
         raise NotImplementedError(
-            f"target({name!r}) compiles for an accelerator that this machine lacks. That needs JAX 0.7.2 or later, and "
-            f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes this machine's devices."
+            f"target({name!r}) compiles for a GPU that this machine lacks, which JAX 0.8 cannot: this is JAX "
+            f"{jax.__version__}. Install JAX 0.7.2, or 0.9 and later. target() takes this machine's devices."
         )
 
 

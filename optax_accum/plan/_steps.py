@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 import optax_accum
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
-from optax_accum._core import compilers, dtypes
+from optax_accum._core import dtypes
 from optax_accum._core.types import Name, Tree
 from optax_accum.accelerators._targets import Target
 
@@ -106,7 +106,7 @@ def of_loss(
             return optax.apply_updates(params, updates), state, value
 
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=sharding)
-        with compilers.running_on(_mesh(of_params, target)):
+        with jax.set_mesh(_mesh(of_params, target)):
             return jitted.lower(of_params, state, *others)
 
     def kept() -> int | None:
@@ -161,7 +161,7 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
 
     def lower(number: int, target: Target) -> Any:
         placed = _placed(target, args, batch)
-        with compilers.running_on(_mesh(placed, target)):
+        with jax.set_mesh(_mesh(placed, target)):
             jitted = step(number)
             if not hasattr(jitted, "lower"):
                 raise TypeError(f"of_step takes what returns a jitted step: it returned {jitted!r}. Pass it to jax.jit")

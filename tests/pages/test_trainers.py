@@ -18,7 +18,6 @@ from optax_accum.sharding import count_collectives
 from tests import ROOT
 from tests.examples import ppo, rows
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 PAGE = (ROOT / "docs/in_a_trainer.md").read_text()
 
@@ -196,7 +195,6 @@ def test_with_dropout_it_finds_none_after():
 
 
 @pytest.mark.sweep
-@needs_devices
 def test_rows_of_a_stack_stay_on_their_devices():
     """The one thing that goes over devices is the sum of the gradient."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
