@@ -442,7 +442,7 @@ def test_import_loads_neither_planning_nor_verification():
     assert run(f"import sys, optax_accum; print(*{later} & {rooms})") == []
     ask = "from optax_accum import explain, plan, accelerators; print(explain.__name__, accelerators.target.__name__)"
     assert run(ask) == ["explain", "target"]
-    each = "optax_accum.plan_microbatches, optax_accum.verify_step, optax_accum.explain, optax_accum.accelerators"
+    each = "optax_accum.plan, optax_accum.verify_step, optax_accum.explain, optax_accum.accelerators"
     assert len(run(f"import sys, optax_accum; {each}; print(*{later} & {rooms})")) == 4  # so these are their names
 
 

@@ -780,12 +780,24 @@ def test_a_weight_beside_weight_of():
         step(jnp.ones(1), tx.init(jnp.ones(1)), x, weight=3.0)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [
+        (optax_accum, "plan_microbatches", r"Take plan.fit\(step_of_k, \*args, run=False\)"),
+        (optax_accum.plan, "plan_microbatches", r"Take fit\(step_of_k, \*args, run=False\)"),
+        (optax_accum.plan, "of_step", r"itself: fit\(step_of_k, \*args, run=False\)"),
+    ],
+)
+def test_a_name_that_is_gone_says_what_to_take(module, name, remedy):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{remedy}"):
+        getattr(module, name)
+
+
 def test_what_comes_in_another_order():
-    x = jnp.ones((4, 3))
-    with pytest.raises(TypeError, match=r"fun must be a function.*of_loss\(loss, tx, params, batch\)"):
-        optax_accum.plan.of_loss(optax.sgd(0.1), loss, W, x)
+    with pytest.raises(TypeError, match=r"loss must be a function.*of_loss\(loss, tx\)"):
+        optax_accum.plan.of_loss(optax.sgd(0.1), loss)
     with pytest.raises(TypeError, match="tx must be an optimizer"):
-        optax_accum.plan.of_loss(loss, W, optax.sgd(0.1), x)
+        optax_accum.plan.of_loss(loss, W)
 
 
 def test_a_micro_batch_that_is_not_in_a_packing():
@@ -827,9 +839,9 @@ FUNCTION = r"Gradients must hold arrays: at the only leaf there is <function .*j
         (lambda: update(build(), jax.grad(mean_of_squares)), TypeError, FUNCTION),
         (lambda: applied(ADAM, jax.grad(mean_of_squares), ADAM.init(PARAMS)), TypeError, FUNCTION),
         (
-            lambda: optax_accum.plan_microbatches(mean_of_squares),
+            lambda: optax_accum.plan.fit(mean_of_squares, PARAMS, jnp.ones((4, 2))),
             TypeError,
-            r"make_step is called with the number of micro-batches alone: it takes \(params, x\).*of_loss\(loss, tx",
+            r"step_of_k is called with the number of micro-batches alone: it takes \(params, x\).*of_loss\(loss, tx",
         ),
         (
             lambda: optax.contrib.schedule_free_eval_params(build().init(PARAMS), PARAMS),

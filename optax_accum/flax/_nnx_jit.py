@@ -97,7 +97,7 @@ def jit_step(step: Callable[..., Any]) -> "JitStep":
       A `JitStep`: a function of the arguments of `step`, which may overwrite
       the arrays in model and optimizer. Its `one_program` says why there is
       only one program, if so. `lower(...)` lowers both, for a look at them
-      and for `plan_microbatches`.
+      and for `plan.fit(..., run=False)`.
 
     Raises:
       TypeError: `step` is no function, or the optimizer no

@@ -308,11 +308,11 @@ def test_a_plan_takes_it():
     """It counts the program that updates, which holds all that the other does."""
     tx = accumulate()
     step, x = optax_accum.jit_step(of_loss(tx)), jax.ShapeDtypeStruct((8, 3), jnp.float32)
-    lower = lambda k: step.lower(start(), tx.init(start()), jax.ShapeDtypeStruct((8 // k, 3), jnp.float32))
-    updates = lower(1).compile().updates.memory_analysis()
-    for make_step in (lower, optax_accum.plan.of_step(lambda _: step, start(), tx.init(start()), x, batch_argnums=2)):
-        found = optax_accum.plan_microbatches(make_step, 8, budget="1GB", progress=False, candidates=[1])
-        assert found.rows[0]["arguments"] == updates.argument_size_in_bytes
+    args = start(), tx.init(start()), x
+    updates = step.lower(*args).compile().updates.memory_analysis()
+    how = {"batch_argnums": 2, "budget": "1GB", "progress": False, "candidates": [1]}
+    found = optax_accum.plan.fit(lambda _: step, *args, run=False, **how)
+    assert found.rows[0]["arguments"] == updates.argument_size_in_bytes
 
 
 @pytest.mark.quick
