@@ -22,24 +22,25 @@ pytestmark = pytest.mark.quick
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
-    "_core": set(),
-    "_arguments": {"_core"},
+    "_shared": set(),
+    "_core": {"_shared"},
+    "_arguments": {"_core", "_shared"},
     "_rows": {"_core"},
     "_loss": {"_core", "_arguments"},
     "_space": {"_core", "_arguments", "_rows", "_loss"},
     "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
-    "verify": {"_core", "_arguments"},  # it sees a step from outside
+    "verify": {"_shared"},  # it sees a step from outside
     "sharding": {"_core", "_space", "_across", "accelerators"},
     "checkpoint": {"_core", "_arguments", "sharding"},
-    "batching": {"_core", "_arguments", "_loss", "_across"},
-    "accelerators": {"_core", "_arguments"},
+    "batching": {"_shared", "_core", "_arguments", "_loss", "_across"},
+    "accelerators": {"_shared"},
     "__main__": set(),
-    "plan": {"_core", "_arguments", "accelerators"},  # it takes the accumulator as users do
+    "plan": {"_shared", "accelerators"},  # it takes the accumulator as users do
     "primitives": {"_rows"},
     "statistics": {"_loss", "_space"},
-    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_explain"},
+    "flax": {"_shared", "_core", "_arguments", "_loss", "_space", "_across", "_explain"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 
@@ -427,6 +428,59 @@ def test_nothing_private_of_jax_is_used():
 
 def run(program):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+# Products beside the accumulator: each could be a wheel of its own, of these files and of public names.
+
+PRODUCTS = {  # what it is made of, and a program of a user's
+    "accelerators": ("accelerators/*", "from alone.accelerators import target; print(target(None, 1).name)"),
+    "batching": (
+        "batching/_pack*",
+        "from alone.batching._packing import token_microbatches as pack; print(pack([3, 2, 4], 8).filled)",
+    ),
+    "plan": (
+        "plan/* accelerators/*",
+        """
+import jax, optax
+from alone import plan
+args = jax.ShapeDtypeStruct((2,), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
+steps = plan.of_loss(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1))
+print(plan.fit(steps, *args, run=False, budget="1GB", progress=False).num_microbatches)
+""",
+    ),
+    "verify": (
+        "verify/*",
+        """
+import jax, numpy as np, optax
+from alone.verify import verify_step
+def make_step(every):
+    tx = optax.MultiSteps(optax.sgd(0.1), every)
+    def step(carry, x):
+        w, state = carry
+        updates, state = tx.update(jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w), state, w)
+        return w + updates, state
+    w = np.ones(4, "f")
+    return jax.jit(step), (w, tx.init(w))
+print(verify_step(make_step, np.random.default_rng(0).normal(size=(16, 4)).astype("f"), every=2, uneven=False).holds)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_builds_alone(product, tmp_path):
+    """Beside an accumulator of which it takes public names: copied out of the package, it runs."""
+    files, program = PRODUCTS[product]
+    moved = {"_shared", *re.findall(r"(\w+)/", files)}
+    for pattern in ("_shared/*", *files.split()):
+        for path in filter(pathlib.Path.is_file, PACKAGE.glob(pattern)):
+            source = re.sub(rf"\boptax_accum\.({'|'.join(moved)})\b", r"alone.\1", path.read_text())
+            assert not re.search(r"\b(from|import) optax_accum\._", source), path
+            copy = tmp_path / "alone" / path.relative_to(PACKAGE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(source)
+    taken = "import sys; print(*(name for name in sys.modules if name.startswith('optax_accum.plan')))"
+    assert len(run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{program}\n{taken}")) == 1
 
 
 def test_import_loads_neither_flax_nor_matplotlib():

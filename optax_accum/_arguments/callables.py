@@ -11,15 +11,10 @@ from optax_accum._arguments.roles import Roles
 from optax_accum._arguments.signature import signature_of
 from optax_accum._core.leaves import short
 from optax_accum._core.messages import counted
+from optax_accum._shared.checks import as_function as as_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function itself, not what it returns.") -> Any:
-    if not callable(fun):
-        raise TypeError(f"{name} must be a function: {name}={short(fun)}. {remedy}")
-    return fun
 
 
 def as_step(step: Any) -> Any:

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import jax
 
-from optax_accum._core import versions
-
+JAX = jax.__version_info__[:3]
 # Colab has CUDA 12 with JAX 0.7: where its plugin is installed, messages name that.
-CUDA = "12" if versions.JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
+CUDA = "12" if JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
 NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
     "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
 )
@@ -22,7 +21,7 @@ _YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*|device_interconnect_info .*
 
 def check_absent(name: str, gpu: bool) -> None:
     """Raises where JAX cannot compile for an accelerator that this machine lacks."""
-    if gpu and (0, 8, 0) <= versions.JAX < (0, 9, 0):
+    if gpu and (0, 8, 0) <= JAX < (0, 9, 0):
         raise NotImplementedError(
             f"target({name!r}) compiles for a GPU that this machine lacks, which JAX 0.8 cannot: this is JAX "
             f"{jax.__version__}. Install JAX 0.7.2, or 0.9 and later. target() takes this machine's devices."
@@ -31,13 +30,13 @@ def check_absent(name: str, gpu: bool) -> None:
 
 def known_fields(config: str) -> str:
     """Drops the fields of a GPU's configuration that an older compiler does not know."""
-    return config if versions.JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
+    return config if JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
 
 
 def libtpu_of_jax() -> str | None:
     """The version of libtpu that this JAX names, where an older one would end the process; else None."""
     named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
-    return None if versions.JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
+    return None if JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
 
 
 def too_old_libtpu() -> str | None:
@@ -57,7 +56,7 @@ def too_old_libtpu() -> str | None:
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
     """Compiles a program for an accelerator that is not here, so that `as_text` shows it."""
-    if versions.JAX >= (0, 10, 0):
+    if JAX >= (0, 10, 0):
         return lowered.compile(compiler_options=cast(Any, options))
     with tempfile.TemporaryDirectory() as folder:
         dumped = {**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 from optax_accum.accelerators._collectives import Collectives, count_collectives
 from optax_accum.accelerators._programs import Computation, Instruction, ProgramText
 from optax_accum.accelerators._targets import Target, compiled_for, devices_of

@@ -11,9 +11,9 @@ from flax import nnx
 from optax_accum._across import jit_step as two_programs
 from optax_accum._across import on_host
 from optax_accum._arguments import callables
-from optax_accum._core.memory import copied_to_host
 from optax_accum._core.state import map_states
 from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import copied_to_host
 from optax_accum.flax._nnx_reading import (
     ModuleForm,
     ModuleReading,

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from optax_accum._core.memory import copied_to_host
-from optax_accum._core.messages import counted
+from optax_accum._shared.arrays import copied_to_host
+from optax_accum._shared.checks import counted
 from optax_accum.plan._plan import Plan
 from optax_accum.plan._steps import Steps
 

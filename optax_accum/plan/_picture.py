@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 
 _KINDS = {"arguments": "C0", "unaliased": "C4", "temporary": "C1", "code": "C7"}
 _NAMES = {"unaliased": "outputs", "code": "the program"}

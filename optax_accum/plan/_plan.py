@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 from optax_accum.plan._budgets import as_text
 from optax_accum.plan._search import Compiled
 

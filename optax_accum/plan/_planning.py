@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._arguments import checks
-from optax_accum._core.messages import counted, there_are
+from optax_accum._shared import checks
+from optax_accum._shared.checks import counted, there_are
 from optax_accum.accelerators._footprint import shards_of
 from optax_accum.accelerators._targets import Target
 from optax_accum.plan import _budgets as budgets

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 from optax_accum.accelerators._footprint import Footprint, footprint, largest_product, text_key
 from optax_accum.accelerators._targets import Target
 from optax_accum.plan._steps import Steps

@@ -13,8 +13,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
-from optax_accum._arguments import callables
-from optax_accum._core.types import Tree
+from optax_accum._shared import checks
+from optax_accum._shared.arrays import Tree, short
 from optax_accum.accelerators._targets import Target
 
 
@@ -117,8 +117,9 @@ def of_loss(loss: Callable[..., Any], tx: optax.GradientTransformation, **option
     """
     if reserved := sorted({"num_microbatches", "microbatch_size", "argnums", "batch_argnums"} & set(options)):
         raise ValueError(f"The plan sets this itself: {reserved[0]}={options[reserved[0]]!r}. Leave it out.")
-    callables.as_function(loss, "loss", "Pass the loss first: of_loss(loss, tx).")
-    callables.as_optimizer(tx)
+    checks.as_function(loss, "loss", "Pass the loss first: of_loss(loss, tx).")
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise TypeError(f"tx must be an optimizer, such as optax.adam(1e-3): tx={short(tx)}. Pass it second.")
     return OfLoss(loss, tx, options)
 
 

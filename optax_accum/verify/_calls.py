@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._arguments.callables import as_function
-from optax_accum._arguments.draws import hidden_draws
-from optax_accum._core.leaves import short
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree, short
+from optax_accum._shared.checks import as_function
+from optax_accum._shared.draws import hidden_draws
 from optax_accum.verify import _carries as carries
 from optax_accum.verify import _foreign as foreign
 from optax_accum.verify._carries import Numbers, Path, epsilons, is_inexact, wide

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arguments.rows import is_split
-from optax_accum._core.leaves import is_key
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree, is_key
 from optax_accum.verify import _foreign as foreign
 
 Path = tuple[str, ...]
@@ -132,7 +130,7 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
     """Yields `(path, numbers, put)` of each float leaf with rows; `put(new)` is the batch with that leaf replaced."""
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
         dtype = getattr(leaf, "dtype", jnp.result_type(leaf))
-        if is_split(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
+        if np.ndim(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
             as_it_came = functools.partial((np if isinstance(leaf, np.ndarray) else jnp).asarray, dtype=dtype)
 
             def put(new: Any, number: Any = number, as_it_came: Any = as_it_came) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify._calls import nudged, nudged_at
 from optax_accum.verify._carries import floats, largest, moved, moved_apart
 from optax_accum.verify._explanations import Change

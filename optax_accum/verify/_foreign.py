@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 
 
 class Kept(NamedTuple):

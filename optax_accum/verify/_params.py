@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify import _carries as carries
 from optax_accum.verify._carries import Path, inside, is_inexact, leaves_of, named, plain, states, wide
 

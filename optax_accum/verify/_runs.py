@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_accum._arguments.rows import of_rows
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify import _carries as carries
 from optax_accum.verify import _params as step_params
 from optax_accum.verify._calls import StepRunner, as_is, put_back
@@ -45,7 +44,7 @@ class StepRuns:
     def of(self, rows: np.ndarray) -> Tree:
         """Rows of the batch; where a row is a group, all rows of the group."""
         rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
-        return of_rows(lambda leaf: leaf[rows], self.batch)
+        return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) else leaf, self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
         """The arguments of the step in a window: the whole batch if it cuts within the call, else each micro-batch."""

@@ -39,13 +39,14 @@ REFUSED = {  # by an older JAX
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_an_older_jax_lacks_is_refused_by_the_version_that_has_it(what, monkeypatch):
     version, ask, message = REFUSED[what]
-    monkeypatch.setattr(versions, "JAX", version)
+    for module in (versions, absent):
+        monkeypatch.setattr(module, "JAX", version)
     with pytest.raises(NotImplementedError, match=message):
         ask()
 
 
 def test_a_libtpu_that_would_crash_is_refused(monkeypatch):
-    monkeypatch.setattr(versions, "JAX", (0, 7, 2))
+    monkeypatch.setattr(absent, "JAX", (0, 7, 2))
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy", "libtpu==0.0.23; extra == 'tpu'"])
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.21.1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -62,7 +63,7 @@ def test_a_nightly_libtpu_is_taken_as_it_is(version, monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "JAX", version)
+    monkeypatch.setattr(absent, "JAX", version)
     monkeypatch.setattr("importlib.metadata.version", missing)
     assert absent.too_old_libtpu() is None
 
