@@ -785,6 +785,7 @@ def test_a_weight_beside_weight_of():
     [
         (optax_accum, "plan_microbatches", r"Take plan.fit\(step_of_k, \*args, run=False\)"),
         (optax_accum.plan, "plan_microbatches", r"Take fit\(step_of_k, \*args, run=False\)"),
+        (optax_accum.batching, "split_global_batch", "Take the seven lines of docs/several_hosts.md"),
         (optax_accum.plan, "of_step", r"itself: fit\(step_of_k, \*args, run=False\)"),
     ],
 )
