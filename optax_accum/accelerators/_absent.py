@@ -48,9 +48,7 @@ def too_old_libtpu() -> str | None:
     except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
         return None
 
-    def parts(version: Any) -> Any:
-        return [int(part) for part in re.findall(r"\d+", version)[:3]]
-
+    parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
     return installed if parts(installed) < parts(wanted) else None
 
 

@@ -172,20 +172,14 @@ class Plan:
 
         Both are those of the line through the two sizes of a kind that are farthest apart; None without two.
         """
-
-        def beside(found: Any) -> Any:
-            return found.peak - found.arguments - found.unaliased
-
+        beside = lambda found: found.peak - found.arguments - found.unaliased
         loops = [one for one in self.compiled if one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
             if len(kind) > 1 and self._chosen:
                 less, more = kind[-1], kind[0]
                 rows = more.candidate.rows - less.candidate.rows
-
-                def adds(of: Any, less: Any = less, more: Any = more, rows: Any = rows) -> Any:
-                    return (of(more.footprint) - of(less.footprint)) / rows
-
+                adds = lambda of, less=less, more=more, rows=rows: (of(more.footprint) - of(less.footprint)) / rows
                 fixed = beside(less.footprint) - adds(beside) * less.candidate.rows
                 return fixed, adds(lambda found: found.peak)
         return None
@@ -213,8 +207,5 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
         if wide and len(parts[-1]) > 1:
             parts.append([0])
         parts[-1].append(column)
-
-    def line(part: Any, cells: Any) -> Any:
-        return "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
-
+    line = lambda part, cells: "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
     return [line(part, cells) for part in parts for cells in table]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -109,10 +109,7 @@ def grows(peaks: Peaks) -> bool:
 
 def _groups(every: Sequence[Candidate]) -> list[list[Candidate]]:
     """Even cuts, ragged cuts and rows of one: in each group, memory grows with the rows."""
-
-    def kind(c: Any) -> Any:
-        return 2 if c.rows == 1 else int(c.ragged)
-
+    kind = lambda c: 2 if c.rows == 1 else int(c.ragged)
     return [group for wanted in range(3) if (group := [c for c in every if kind(c) == wanted])]
 
 

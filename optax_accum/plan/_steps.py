@@ -226,10 +226,7 @@ def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of the results."""
     where = optax_accum.sharding.state_sharding(tx, params)
     shapes = jax.eval_shape(tx.init, params)
-
-    def put(leaf: Any, sharding: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
+    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.tree.map(put, shapes, where), (jax.tree.map(lambda leaf: leaf.sharding, params), where, None)
 
 

@@ -116,13 +116,8 @@ def common_end(path: Path, other: Path) -> int:
 def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
     """Each path -> the same, plain, with a last number that counts from the end of its list."""
     ends = {path: plain(path) for path in paths}
-
-    def last(parent: Any) -> Any:
-        return max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
-
-    def end(path: Any) -> Any:
-        return (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
-
+    last = lambda parent: max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
+    end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
     return {path: end(of) for path, of in ends.items()}
 
 
@@ -132,10 +127,7 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
         dtype = getattr(leaf, "dtype", jnp.result_type(leaf))
         if np.ndim(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
             as_it_came = functools.partial((np if isinstance(leaf, np.ndarray) else jnp).asarray, dtype=dtype)
-
-            def put(new: Any, number: Any = number, as_it_came: Any = as_it_came) -> Any:
-                return _put(batch, number, as_it_came(new))
-
+            put = lambda new, number=number, as_it_came=as_it_came: _put(batch, number, as_it_came(new))
             yield jax.tree_util.keystr(path), wide(leaf), put
 
 

@@ -109,10 +109,7 @@ class StepRuns:
             return False
         windows = *self.lead(self.one), [self.of(np.arange(self.count))]
         runs = [self.one.run(*windows, draw=draw) for draw in range(1, 9)]
-
-        def change(run: Any, leaf: Any) -> Any:
-            return run[-1][leaf.one] - run[0][leaf.one]
-
+        change = lambda run, leaf: run[-1][leaf.one] - run[0][leaf.one]
         return any(
             not np.array_equal(change(runs[0], leaf), change(run, leaf))
             for leaf in self.leaves.values()
@@ -154,20 +151,14 @@ class StepRuns:
     def moved(self) -> list[int]:
         """The calls of two windows at which parameters changed."""
         pairs = enumerate(itertools.pairwise(self.seen), start=1)
-
-        def same(a: Any, b: Any, leaf: Any) -> Any:
-            return np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
-
+        same = lambda a, b, leaf: np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
         return [n for n, (a, b) in pairs if not all(same(a, b, leaf) for leaf in self.params.values())]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[str]]:
         """The parameters, and their mirrors in the optimizer's state; no leaf that changes while held, as sums do."""
         first = self.seen[: 1 if self.within_call else self.cut.every]
-
-        def held(leaf: Any) -> Any:
-            return all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
-
+        held = lambda leaf: all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
         slots: dict[str, list[str]] = {}
         for name, leaf in self.leaves.items():
             if leaf.slot == "params" or held(leaf):
@@ -233,13 +224,8 @@ class StepRuns:
     def rooted(self, change: Change) -> Change:
         """Adds the roots of the parameters' mirrors to a change, with the gradient's sign: minus the parameter's."""
         mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
-
-        def alike(name: Any, leaf: Any) -> Any:
-            return leaf.param and change[leaf.param].shape == change[name].shape
-
-        def sign(name: Any, leaf: Any) -> Any:
-            return -np.sign(change[leaf.param]) if alike(name, leaf) else 1
-
+        alike = lambda name, leaf: leaf.param and change[leaf.param].shape == change[name].shape
+        sign = lambda name, leaf: -np.sign(change[leaf.param]) if alike(name, leaf) else 1
         roots = {ROOT + n: sign(n, leaf) * np.sqrt(np.abs(change[n])) for n, leaf in mirrors.items()}
         return change | roots
 
@@ -247,10 +233,7 @@ class StepRuns:
     def scales(self) -> dict[str, float]:
         """The size of each leaf's change, at least 1 % of the largest in its slot."""
         sizes = {name: max(largest(mean(change)[name]) for change in self.ones) for name in self.leaves}
-
-        def most(slot: Any) -> Any:
-            return max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
-
+        most = lambda slot: max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
         return {name: max(sizes[name], 0.01 * most(leaf.slot)) or 1.0 for name, leaf in self.leaves.items()}
 
     @functools.cached_property
@@ -260,23 +243,14 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """The changes that these micro-batches would make, together and each alone."""
-
-        def alone(rows: Any) -> Any:
-            return self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
-
+        alone = lambda rows: self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
         drift |= {ROOT + name: np.zeros_like(leaf.drift) for name, leaf in self.leaves.items()}
         scales = self.scales | {ROOT + name: scale**0.5 for name, scale in self.scales.items()}
         whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
-
-        def between() -> Any:
-            return [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
-
+        between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
         loose, fine = (max(near, self.rtol) for near in ((0.25, 0.25) if self.random else (NEAR, 0.0)))
-
-        def unions() -> Any:
-            return [each[0], *between(), whole]
-
+        unions = lambda: [each[0], *between(), whole]
         return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine, self._counts(parts))
 
     def _counts(self, parts: Rows) -> list[list[float]]:
