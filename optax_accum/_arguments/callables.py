@@ -80,12 +80,6 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     return weight_fn
 
 
-def check_takes(name: str, fun: Callable[..., Any], what: str, remedy: str) -> None:
-    """Raises unless a function can be called with one argument, `what`."""
-    if not _takes(fun, 1):
-        raise TypeError(f"{name} is called with {what} alone: it takes {_signature(fun)}. {remedy}")
-
-
 def check_called_with(fun: Any, *names: str) -> None:
     """Raises unless `fun` takes the arguments that a train step gives it."""
     if not _takes(as_function(fun), len(names)):
