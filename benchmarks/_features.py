@@ -270,12 +270,13 @@ def _planned(name: str) -> Outcome | None:
     w, batch = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
 
-    def make_step(k: int) -> Any:
-        return jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k)).lower(w, batch)
+    def step_of_k(k: int) -> Any:
+        return jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k))
 
     budget = batch.size * 4 + 500_000
-    k = optax_accum.plan_microbatches(make_step, len(batch), budget=budget, safety=1, progress=False).num_microbatches
-    fits = lambda k: held(make_step(k).compile()) <= budget
+    found = optax_accum.plan.fit(step_of_k, w, batch, run=False, budget=budget, safety=1, progress=False)
+    k = found.num_microbatches
+    fits = lambda k: held(step_of_k(k).lower(w, batch).compile()) <= budget
     return Outcome(fits(k) and not fits(1), f"{k} fit")
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from optax_accum._core.versions import DEVICES, HOST
+from optax_accum._core.versions import HOST
 
 
 class Quirk(NamedTuple):
@@ -26,7 +26,7 @@ QUIRKS = (
     ),
     Quirk(
         "_core.versions.warn_of_stale_products",
-        "On some CPUs, from 0.7.1 on, a product uses the old values of a matrix that was updated in place",
+        "On some CPUs a product uses the old values of a matrix that was updated in place",
         "a warning names the XLA flag that helps",
         "JAX 0.7.2, AMD EPYC: a linear model of 512 x 512 whose parameters are donated never trains",
         until=(0, 8, 2),
@@ -67,14 +67,6 @@ QUIRKS = (
         until=(0, 10, 0),
     ),
     Quirk("as_varying", "`jax.lax.pcast` is named `pvary`", "the library calls `pvary`", "JAX 0.8.1", until=(0, 8, 2)),
-    Quirk("each_leaf", "`jax.tree.broadcast` does not exist", "leaves are repeated", "JAX 0.6.1", until=(0, 6, 2)),
-    Quirk(
-        "running_on",
-        "`jax.set_mesh` or `jax.sharding.use_abstract_mesh` does not exist",
-        "with several devices the library raises an error",
-        "JAX 0.7.1",
-        until=DEVICES,
-    ),
     Quirk(
         "check_concrete",
         "`jit` cannot place arrays on a mesh that is set with `jax.set_mesh` alone",

@@ -19,7 +19,7 @@ from optax_accum.plan import _search as search
 NOTES = """\
 Each divisor of the rows is compiled. A budget lies between two peaks, above all or below all. Right is the fewest
 micro-batches that fit, or that none does. Planned is one of the budgets of each model, in the middle, by
-`plan_microbatches` itself."""
+`plan.fit` itself."""
 
 
 class Found(NamedTuple):
@@ -74,8 +74,8 @@ def verdicts(found: list[Found]) -> list[dict[str, Any]]:
 
 def found_of(name: str, model: Small) -> Found:
     """Compiles all divisors of a model, and searches each budget."""
-    make_step = plan.of_loss(model.loss, optax.adam(1e-3), model.params, model.batch)
-    ask = lambda **options: plan.plan_microbatches(make_step, model.rows, safety=1, progress=False, **options)
+    step_of_k, args = plan.of_loss(model.loss, optax.adam(1e-3)), (model.params, model.batch)
+    ask = lambda **options: plan.fit(step_of_k, *args, run=False, safety=1, progress=False, **options)
     every = search.candidates(model.rows)
     rows = {c: ask(candidates=[c.number], budget="1TB").rows[0] for c in every}
     peaks = {c: row["peak"] for c, row in rows.items()}

@@ -122,7 +122,7 @@ def rows_of(name: str) -> list[Measured]:
     """Returns the table's rows of a model: the chosen number of micro-batches, and the next fewer."""
     model = MODELS[name]()
     start = time.perf_counter()
-    found = plan.plan_microbatches(builder(model), model.rows, budget=model.budget, safety=1, progress=False)
+    found = plan.fit(steps(model), *arguments(model), run=False, budget=model.budget, safety=1, progress=False)
     took = f"{time.perf_counter() - start:.0f} s, {len(found.rows)} programs"
     fewer = max((k for k in range(1, model.rows) if -(-model.rows // k) > found.microbatch_size), default=0)
     row = lambda k, took: Measured(
@@ -160,8 +160,7 @@ def _rendered(found: list[Measured]) -> str:
 def held(name: str, k: int) -> dict[str, float]:
     """Makes two steps, and returns what was foretold, what this process held at most, and its overhead."""
     model, on = MODELS[name](), target(None, 1)
-    make_step = builder(model)
-    compiled = make_step(k, on).compile()
+    compiled = steps(model)(k).lower(*on.shapes(arguments(model))).compile()
     memory = compiled.memory_analysis()
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     filled = lambda leaf: jnp.full(leaf.shape, 0.01 if leaf.dtype == jnp.float32 else 1, leaf.dtype)
@@ -200,9 +199,14 @@ def _most_in_use(device: Any) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def builder(model: Model) -> plan.Builder:
-    """Returns the model's step."""
-    return plan.of_loss(model.loss, optax.adam(1e-3), model.params, model.batch(model.rows), **model.options)
+def steps(model: Model) -> Any:
+    """Returns the model's step, by its number of micro-batches."""
+    return plan.of_loss(model.loss, optax.adam(1e-3), **model.options)
+
+
+def arguments(model: Model) -> tuple[Tree, Tree]:
+    """Returns the shapes of the parameters and of the batch."""
+    return model.params, model.batch(model.rows)
 
 
 def _shapes(compiled: Any) -> Tree:
@@ -316,9 +320,8 @@ def large(on: Target, rows: int = 512, length: int = 2048) -> str:
     }
     tokens = shape(P("data"), rows, length, dtype=jnp.int32)
     start = time.perf_counter()
-    found = plan.plan_microbatches(
-        plan.of_loss(decoder_loss(jnp.bfloat16), optax.adamw(1e-3), params, tokens), rows, target=on
-    )
+    step_of_k = plan.of_loss(decoder_loss(jnp.bfloat16), optax.adamw(1e-3))
+    found = plan.fit(step_of_k, params, tokens, run=False, target=on)
     seconds = time.perf_counter() - start
     billions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e9
     title = f"{billions:.2f}e9 parameters, FSDP, {rows} rows of {length} tokens: {seconds:.0f} s to plan on this CPU"

@@ -34,7 +34,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
-from optax_accum.batching import split_global_batch
 from optax_accum.checkpoint import check_processes, checkpoint_target, redistribute
 from optax_accum.sharding import state_sharding
 
@@ -257,6 +256,16 @@ def asked_through(environment: Mapping[str, str]) -> str | None:
     return "mpi4py" if by_open_mpi and "OMPI_MCA_orte_hnp_uri" not in environment else None
 
 
+def split_rows(rows: int, most: int, devices: int) -> tuple[list[int], list[int]]:
+    """Returns the rows of each micro-batch, and how many a device has of it: `most` at most, differing by one."""
+    own = -(-rows // devices)
+    count = -(-own // most)
+    device_rows = [own // count + (index < own % count) for index in range(count)]
+    sizes = [devices * each for each in device_rows]
+    sizes[-1] -= devices * own - rows  # filled up with rows of weight zero
+    return sizes, device_rows
+
+
 class Run:
     """A training run as one process sees it: every method is called by all of them."""
 
@@ -271,7 +280,7 @@ class Run:
         self.params = jax.device_put(initial_params(), self.replicated)
         self.where = state_sharding(self.tx, self.params)
         self.state = jax.jit(self.tx.init, out_shardings=self.where)(self.params)
-        self.split = split_global_batch(settings.global_batch, settings.max_microbatch_size, mesh.size)
+        self.sizes, self.device_rows = split_rows(settings.global_batch, settings.max_microbatch_size, mesh.size)
         self.seen = 0  # rows of the stream
         step = optax_accum.value_and_apply_gradients(loss, self.tx, weight_fn=lambda batch: batch["mask"].sum())
         out = (self.rows, self.replicated, self.where)
@@ -311,21 +320,20 @@ class Run:
         A run that goes on in the middle of a window on as many devices takes the micro-batches that it would have
         taken; on another number it splits what is left of the window anew.
         """
-        batch, sizes = self.settings.global_batch, self.split.sizes
+        batch, sizes = self.settings.global_batch, self.sizes
         while self.seen < batch * self.settings.updates:
             done = self.seen % batch
             starts = np.cumsum([0, *sizes])
             if done in starts:
                 left = sizes[int(np.searchsorted(starts, done)) :]
             else:
-                most = max(self.split.device_rows)
-                left = split_global_batch(batch - done, most, self.mesh.size).sizes
+                left, _ = split_rows(batch - done, max(self.device_rows), self.mesh.size)
             for number, size in enumerate(left, start=1):
                 yield stream(self.seen, size, length), number == len(left)
 
     def dealt_out(self, rows: np.ndarray, images: np.ndarray, labels: np.ndarray) -> Tree:
         """Returns a micro-batch of which this process holds its own rows; rows of weight zero make it even."""
-        size = max(self.split.device_rows) * self.mesh.size  # one shape for all micro-batches
+        size = max(self.device_rows) * self.mesh.size  # one shape for all micro-batches
         index, mask = np.resize(rows, size), np.arange(size) < len(rows)
         mine = slice(
             jax.process_index() * size // jax.process_count(), (jax.process_index() + 1) * size // jax.process_count()

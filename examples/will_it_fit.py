@@ -47,12 +47,13 @@ def _normed(h: jax.Array) -> jax.Array:
     return h * jax.lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
 
 
-make_step = optax_accum.plan.of_loss(loss, TX, params(), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32))
+step_of_k = optax_accum.plan.of_loss(loss, TX)
+args = params(), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
 
 
 def main() -> None:
     """Plans for a budget of 2 GB."""
-    print(optax_accum.plan_microbatches(make_step, ROWS, budget="2GB"))
+    print(optax_accum.plan.fit(step_of_k, *args, run=False, budget="2GB"))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ if _TYPE_CHECKING:
     from optax_accum import plan as plan
     from optax_accum import verify as verify
     from optax_accum._explain.explain import explain
-    from optax_accum.plan._planning import plan_microbatches
     from optax_accum.verify._verify_step import verify_step
 
 __version__ = "0.1.0"
@@ -65,7 +64,6 @@ __all__ = [
     "mean_grads",
     "metrics",
     "microbatched",
-    "plan_microbatches",
     "primitives",
     "reduce_microbatches",
     "sharding",
@@ -80,12 +78,12 @@ __all__ = [
 _FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "primitives", "sharding", "statistics", "verify"}
 _FUNCTIONS = {
     "explain": "_explain.explain",
-    "plan_microbatches": "plan._planning",
     "verify_step": "verify._verify_step",
 }
 _GONE = {
     "accumulate": "It is called reduce_microbatches.",
     "microbatched_apply": "Take microbatched: it needs no roles, and takes devices=.",
+    "plan_microbatches": "Take plan.fit(step_of_k, *args, run=False).",
 }
 
 

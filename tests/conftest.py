@@ -31,8 +31,6 @@ def pytest_configure(config):
     """
     if hasattr(config, "workerinput") or not hasattr(config, "cache"):
         return
-    if jax.__version_info__ < (0, 7):
-        return  # JAX 0.5.3 takes one kept program for another, also within a run: a line search went astray
     config.option.cacheclear = False  # it has been cleared; workers would clear it again while others write
     folder = config.cache.mkdir(f"jax-{jax.__version__}")
     # Before JAX 0.10 a program of an earlier run may be taken for another: gradients were wrong until it was cleared.

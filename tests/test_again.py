@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 
 import optax_accum
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=3), jnp.float32)
@@ -216,7 +215,6 @@ def test_a_second_call_outside_jit_compiles_nothing(name):
     assert compilations(call) == 0
 
 
-@needs_devices
 def test_a_state_over_devices_is_made_by_one_program():
     """Its scalars have another; from the second state on JAX knows it."""
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2, devices="data", statistics=True)

@@ -18,30 +18,30 @@ import optax_accum
 from benchmarks import code_size
 from benchmarks._quirks import QUIRKS
 from tests.engine import versions
-from tests.versions import JAX
 
 pytestmark = pytest.mark.quick
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
-    "_core": set(),
-    "_arguments": {"_core"},
+    "_shared": set(),
+    "_core": {"_shared"},
+    "_arguments": {"_core", "_shared"},
     "_rows": {"_core"},
     "_loss": {"_core", "_arguments"},
     "_space": {"_core", "_arguments", "_rows", "_loss"},
     "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
-    "verify": {"_core", "_arguments"},  # it sees a step from outside
+    "verify": {"_shared"},  # it sees a step from outside
     "sharding": {"_core", "_space", "_across", "accelerators"},
     "checkpoint": {"_core", "_arguments", "sharding"},
-    "batching": {"_core", "_arguments", "_loss", "_across"},
-    "accelerators": {"_core", "_arguments"},
+    "batching": {"_shared", "_core", "_arguments", "_loss", "_across"},
+    "accelerators": {"_shared"},
     "__main__": set(),
-    "plan": {"_core", "_arguments", "accelerators"},  # it takes the accumulator as users do
+    "plan": {"_shared", "accelerators"},  # it takes the accumulator as users do
     "primitives": {"_core", "_rows"},
     "statistics": {"_loss", "_space"},
-    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_explain"},
+    "flax": {"_shared", "_core", "_arguments", "_loss", "_space", "_across", "_explain"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 
@@ -295,10 +295,10 @@ def test_tests_ask_public_functions():
     tests = PACKAGE.parent / "tests"
     asking = {str(path.relative_to(tests)) for path in tests.rglob("*.py") if PRIVATE.search(path.read_text())}
     here = {"test_architecture.py"}  # sources as text, and this rule
-    assert asking - here - {"flax/test_nnx.py"} == {"engine.py"}
+    assert asking - here == {"engine.py"}
 
 
-OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "HOST"}  # names of `_core.versions`
+OF_VERSIONS = {"JAX", "FLOOR", "HOST"}  # names of `_core.versions`
 
 
 def asks_for_a_version(source):
@@ -336,7 +336,7 @@ def test_versions_are_asked_for_by_their_owners_alone():
         "getattr(jax.config, 'x'); hasattr(jax, 'P')",
         "jax.__version_info__ > (1,)",
         "versions.JAX",
-        "versions.DEVICES > (0,)",
+        "versions.HOST > (0,)",
         "from optax_accum._core.versions import JAX",
         "jax.__version__.split('.')",
         "getattr(jax.lax, 'x', 0)",
@@ -344,7 +344,7 @@ def test_versions_are_asked_for_by_their_owners_alone():
 )
 def test_a_question_for_a_version_is_found(source):
     assert asks_for_a_version(source)
-    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(versions.DEVICES)")
+    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(versions.HOST)")
 
 
 def chains(source):
@@ -359,7 +359,7 @@ YOUNG = {"jax.new_ref", "jax.freeze"}  # asked for where gradients are added in 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_what_is_taken_from_jax_is_there(room):
-    """Where it is not, `compilers` asks; before JAX 0.7.2 the space is refused before it takes anything."""
+    """Where it is not, `compilers` asks."""
     missing = set()
     for name, source in modules(room).items():
         if name != "compilers":
@@ -368,7 +368,7 @@ def test_what_is_taken_from_jax_is_there(room):
                     functools.reduce(getattr, chain.split(".")[1:], jax)
                 except AttributeError:
                     missing.add(chain)
-    assert missing - YOUNG == set() or (room == "_space" and JAX < (0, 7, 2))
+    assert missing - YOUNG == set()
 
 
 @pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.where)
@@ -469,6 +469,59 @@ def run(program):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
 
 
+# Products beside the accumulator: each could be a wheel of its own, of these files and of public names.
+
+PRODUCTS = {  # what it is made of, and a program of a user's
+    "accelerators": ("accelerators/*", "from alone.accelerators import target; print(target(None, 1).name)"),
+    "batching": (
+        "batching/_pack*",
+        "from alone.batching._packing import token_microbatches as pack; print(pack([3, 2, 4], 8).filled)",
+    ),
+    "plan": (
+        "plan/* accelerators/*",
+        """
+import jax, optax
+from alone import plan
+args = jax.ShapeDtypeStruct((2,), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
+steps = plan.of_loss(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1))
+print(plan.fit(steps, *args, run=False, budget="1GB", progress=False).num_microbatches)
+""",
+    ),
+    "verify": (
+        "verify/*",
+        """
+import jax, numpy as np, optax
+from alone.verify import verify_step
+def make_step(every):
+    tx = optax.MultiSteps(optax.sgd(0.1), every)
+    def step(carry, x):
+        w, state = carry
+        updates, state = tx.update(jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w), state, w)
+        return w + updates, state
+    w = np.ones(4, "f")
+    return jax.jit(step), (w, tx.init(w))
+print(verify_step(make_step, np.random.default_rng(0).normal(size=(16, 4)).astype("f"), every=2, uneven=False).holds)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_builds_alone(product, tmp_path):
+    """Beside an accumulator of which it takes public names: copied out of the package, it runs."""
+    files, program = PRODUCTS[product]
+    moved = {"_shared", *re.findall(r"(\w+)/", files)}
+    for pattern in ("_shared/*", *files.split()):
+        for path in filter(pathlib.Path.is_file, PACKAGE.glob(pattern)):
+            source = re.sub(rf"\boptax_accum\.({'|'.join(moved)})\b", r"alone.\1", path.read_text())
+            assert not re.search(r"\b(from|import) optax_accum\._", source), path
+            copy = tmp_path / "alone" / path.relative_to(PACKAGE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(source)
+    taken = "import sys; print(*(name for name in sys.modules if name.startswith('optax_accum.plan')))"
+    assert len(run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{program}\n{taken}")) == 1
+
+
 def test_import_loads_neither_flax_nor_matplotlib():
     assert (
         run("import sys, optax_accum.plan; print(*{'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules))") == []
@@ -482,7 +535,7 @@ def test_import_loads_neither_planning_nor_verification():
     assert run(f"import sys, optax_accum; print(*{later} & {rooms})") == []
     ask = "from optax_accum import explain, plan, accelerators; print(explain.__name__, accelerators.target.__name__)"
     assert run(ask) == ["explain", "target"]
-    each = "optax_accum.plan_microbatches, optax_accum.verify_step, optax_accum.explain, optax_accum.accelerators"
+    each = "optax_accum.plan, optax_accum.verify_step, optax_accum.explain, optax_accum.accelerators"
     assert len(run(f"import sys, optax_accum; {each}; print(*{later} & {rooms})")) == 4  # so these are their names
 
 

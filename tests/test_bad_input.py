@@ -15,7 +15,6 @@ from flax import nnx
 import optax_accum
 import optax_accum.flax
 from optax_accum import batching, checkpoint, sharding
-from tests.versions import needs_devices
 
 pytestmark = pytest.mark.quick
 
@@ -785,12 +784,25 @@ def test_a_weight_beside_weight_of():
         step(jnp.ones(1), tx.init(jnp.ones(1)), x, weight=3.0)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [
+        (optax_accum, "plan_microbatches", r"Take plan.fit\(step_of_k, \*args, run=False\)"),
+        (optax_accum.plan, "plan_microbatches", r"Take fit\(step_of_k, \*args, run=False\)"),
+        (optax_accum.batching, "split_global_batch", "Take the seven lines of docs/several_hosts.md"),
+        (optax_accum.plan, "of_step", r"itself: fit\(step_of_k, \*args, run=False\)"),
+    ],
+)
+def test_a_name_that_is_gone_says_what_to_take(module, name, remedy):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{remedy}"):
+        getattr(module, name)
+
+
 def test_what_comes_in_another_order():
-    x = jnp.ones((4, 3))
-    with pytest.raises(TypeError, match=r"fun must be a function.*of_loss\(loss, tx, params, batch\)"):
-        optax_accum.plan.of_loss(optax.sgd(0.1), loss, W, x)
+    with pytest.raises(TypeError, match=r"loss must be a function.*of_loss\(loss, tx\)"):
+        optax_accum.plan.of_loss(optax.sgd(0.1), loss)
     with pytest.raises(TypeError, match="tx must be an optimizer"):
-        optax_accum.plan.of_loss(loss, W, optax.sgd(0.1), x)
+        optax_accum.plan.of_loss(loss, W)
 
 
 def test_a_micro_batch_that_is_not_in_a_packing():
@@ -832,9 +844,9 @@ FUNCTION = r"Gradients must hold arrays: at the only leaf there is <function .*j
         (lambda: update(build(), jax.grad(mean_of_squares)), TypeError, FUNCTION),
         (lambda: applied(ADAM, jax.grad(mean_of_squares), ADAM.init(PARAMS)), TypeError, FUNCTION),
         (
-            lambda: optax_accum.plan_microbatches(mean_of_squares),
+            lambda: optax_accum.plan.fit(mean_of_squares, PARAMS, jnp.ones((4, 2))),
             TypeError,
-            r"make_step is called with the number of micro-batches alone: it takes \(params, x\).*of_loss\(loss, tx",
+            r"step_of_k is called with the number of micro-batches alone: it takes \(params, x\).*of_loss\(loss, tx",
         ),
         (
             lambda: optax.contrib.schedule_free_eval_params(build().init(PARAMS), PARAMS),
@@ -928,10 +940,9 @@ KEY = jax.random.key(0)
         (lambda: _split(loss, W, jnp.ones(())), "A batch must have a leaf with rows"),
         (lambda: _split(loss, W, X, argnums=2), "argnums must name a parameter of fun: .*Pass its position"),
         (lambda: _split(loss, W, X, has_aux=True), "fun must return a pair"),
-        pytest.param(
+        (
             lambda: _over_devices(loss, W, X[:7]),
             r"must divide over the devices.*Pad .* to 8 rows, with a mask.*sum\(mask \* errors\) / jnp.sum\(mask\)",
-            marks=needs_devices,
         ),
     ],
 )
@@ -941,7 +952,6 @@ def test_value_and_grad_names_only_options_that_it_has(call, message):
     assert not re.search(GONE, str(caught.value))
 
 
-@needs_devices
 def test_the_remedy_of_a_loss_that_communicates_takes_its_key():
     """Its error names `reduce_microbatches`, which needs the key named."""
     options = {"batch_argnums": 2, "devices": "data"}
@@ -954,7 +964,6 @@ def test_the_remedy_of_a_loss_that_communicates_takes_its_key():
     np.testing.assert_allclose(jnp.vdot(grad, W), 2 * value, rtol=1e-5)  # of a square
 
 
-@needs_devices
 def test_the_remedy_for_rows_that_devices_do_not_divide():
     rows, mask = jnp.pad(X[:7], ((0, 1), (0, 0))), jnp.arange(8) < 7
     masked = lambda w, batch: jnp.sum(batch[1] * (batch[0] @ w) ** 2) / jnp.sum(batch[1])

@@ -12,7 +12,6 @@ import pytest
 import optax_accum
 from tests import paths, problems
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 ROWS = 12
 PARTITIONS = [(12,), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1)]
@@ -164,7 +163,6 @@ def test_under_vmap_each_member_has_its_own_window():
     np.testing.assert_array_equal(state.gradient_step, [0, 1])
 
 
-@needs_devices
 def test_in_shard_map_with_reduced_gradients():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -293,7 +291,6 @@ def over(path, kind, **options):
     return run
 
 
-@needs_devices
 @pytest.mark.parametrize("kind", sweep(["Auto", "Explicit"], but=["Explicit"]))
 @pytest.mark.parametrize("path", TAKES_A_RATIO)
 def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
@@ -303,13 +300,11 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
 
 
 @pytest.mark.sweep
-@needs_devices
 @pytest.mark.parametrize("path", paths.OVERLAPPING)
 def test_such_sums_where_the_last_backward_pass_adds_them_over_devices(path):
     check(over(paths.OVERLAPPING[path], "Explicit beside Auto"), TIES, "ratio")
 
 
-@needs_devices
 @pytest.mark.parametrize("kind", sweep(["Auto", "Explicit"], but=["Auto"]))
 @pytest.mark.parametrize(
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
@@ -318,7 +313,6 @@ def test_several_terms_over_devices(path, kind):
     check(over(path, kind), TIES, "ratios")
 
 
-@needs_devices
 @pytest.mark.parametrize(
     ("kind", "weight", "uses"),
     [
@@ -332,13 +326,11 @@ def test_every_path_over_devices(path, kind, weight, uses):
     check(over((paths.SHARDED | paths.OVERLAPPING)[path], kind), uses, weight)
 
 
-@needs_devices
 @pytest.mark.parametrize("path", paths.TO_SHARDS)
 def test_each_device_keeps_a_shard_of_the_sum(path):
     check(over(paths.TO_SHARDS[path], "Explicit beside Auto"), TIES, "mask")
 
 
-@needs_devices
 @pytest.mark.parametrize(
     ("path", "kind"),
     [("value_and_grad", "Auto beside Explicit"), ("value_and_apply_gradients", "Explicit beside Auto")],
@@ -356,7 +348,6 @@ def test_a_sum_that_crosses_the_network_in_bfloat16(path, kind):
         near(now, want, start)  # it is rounded
 
 
-@needs_devices
 @pytest.mark.parametrize(
     ("kind", "check_vma", "weight", "uses"),
     [("Auto", False, "rows", TWO), *sweep([("Explicit beside Auto", True, "mask", FEW)])],

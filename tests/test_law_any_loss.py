@@ -15,7 +15,6 @@ from tests import paths, programs
 from tests.any_loss import drawn as ordinary
 from tests.any_loss import rare
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 MAKERS = {name: maker for makers in (ordinary.SOUND, rare.SOUND) for name, maker in makers.items()}
 for faults in (ordinary.FAULTS, rare.FAULTS):
@@ -72,7 +71,6 @@ ON_DEVICES = [
 ]
 
 
-@needs_devices
 @pytest.mark.parametrize("name", sweep(MAKERS, but=ON_DEVICES))
 def test_any_loss_of_the_rows_of_several_devices(name, rank_promotion):
     problem = drawn(name)
@@ -83,7 +81,6 @@ def test_any_loss_of_the_rows_of_several_devices(name, rank_promotion):
         check(problem, k=min(2, rows // len(devices)), devices="data")
 
 
-@needs_devices
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_any_loss_inside_a_shard_map(check_vma):
     """Sums over the rows of all devices, a gather, a variance, and rows that come out."""
@@ -107,7 +104,6 @@ def test_any_loss_inside_a_shard_map(check_vma):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5), got, whole)
 
 
-@needs_devices
 def test_devices_wait_for_each_other_between_loops_alone():
     """Sums of BatchNorm and of the mask over all devices are added once each, beside the one reduction of the gradient."""
 
@@ -134,7 +130,6 @@ def test_devices_wait_for_each_other_between_loops_alone():
     assert all(each.bytes <= 256 for each in found.operations if each not in large)
 
 
-@needs_devices
 @pytest.mark.parametrize("norm", [False, True])
 def test_partial_sums_are_those_of_a_batch_of_each_device_s_own(norm):
     """A mask counts the rows of one device, and a term of the parameters is added once to each."""
@@ -231,7 +226,6 @@ def test_rows_that_cross_levels_outside_jit_and_for_a_second_derivative(recomput
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
-@needs_devices
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 def test_rows_of_several_devices_that_cross_levels_elsewhere(recompute):
     rng = np.random.default_rng(0)
@@ -268,7 +262,6 @@ def test_what_has_no_derivative_may_take_rows_that_stand_still(recompute):
     )
 
 
-@needs_devices
 def test_an_extreme_over_devices_that_stands_still():
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 4), (12, 4)))

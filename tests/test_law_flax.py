@@ -15,7 +15,6 @@ import optax_accum
 from optax_accum import flax as accum
 from tests import programs
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
@@ -272,7 +271,6 @@ def communicating(loss):
     return of_own_rows
 
 
-@needs_devices
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("step", TRAIN_STEPS)
 def test_a_train_step_refuses_a_loss_that_communicates_by_name(step, weighted):

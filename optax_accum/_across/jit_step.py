@@ -53,7 +53,7 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
       A `JitStep`: a function of the arguments of `step`. Its
       `one_program` says why there is only one program, if so.
       `lower(...)` lowers both for shapes, `.compile()` compiles both;
-      `plan_microbatches` takes either.
+      `plan.fit(..., run=False)` takes either.
 
     Raises:
       TypeError: `step` is no function; an argument is no array, or a
@@ -187,7 +187,7 @@ class LoweredStep:
 
     @property
     def lowered(self) -> Any:
-        """The program that holds most, for `plan_microbatches`."""
+        """The program that holds most, for `plan.fit(..., run=False)`."""
         return self.updates
 
     def compile(self) -> "CompiledStep":

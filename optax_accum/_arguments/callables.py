@@ -11,15 +11,10 @@ from optax_accum._arguments.roles import Roles
 from optax_accum._arguments.signature import signature_of
 from optax_accum._core.leaves import short
 from optax_accum._core.messages import counted
+from optax_accum._shared.checks import as_function as as_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function itself, not what it returns.") -> Any:
-    if not callable(fun):
-        raise TypeError(f"{name} must be a function: {name}={short(fun)}. {remedy}")
-    return fun
 
 
 def as_step(step: Any) -> Any:
@@ -83,12 +78,6 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
             f"{_signature(weight_fn)}. {example if count == 1 else f'Give it {count} parameters, in that order.'}"
         )
     return weight_fn
-
-
-def check_takes(name: str, fun: Callable[..., Any], what: str, remedy: str) -> None:
-    """Raises unless a function can be called with one argument, `what`."""
-    if not _takes(fun, 1):
-        raise TypeError(f"{name} is called with {what} alone: it takes {_signature(fun)}. {remedy}")
 
 
 def check_called_with(fun: Any, *names: str) -> None:

@@ -1,7 +1,5 @@
 """Checks of values that users pass. Each error says the rule, the value and the remedy."""
 
-import math
-import operator
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +11,10 @@ import numpy as np
 from optax_accum._core.dtypes import default_float
 from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact, short
 from optax_accum._core.types import Weight
+from optax_accum._shared.checks import as_count as as_count
+from optax_accum._shared.checks import as_integer as as_integer
+from optax_accum._shared.checks import as_positive as as_positive
+from optax_accum._shared.checks import one_of as one_of
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
@@ -76,36 +78,11 @@ def as_float_dtypes(name: str, dtypes: Any) -> Any:
     return jax.tree.map(lambda dtype: as_float_dtype(name, dtype), dtypes, is_leaf=lambda node: node is None)
 
 
-def as_positive(name: str, count: Any) -> int | None:
-    return None if count is None else as_count(name, count)
-
-
-def as_count(name: str, count: Any) -> int:
-    """A Python integer >= 1."""
-    return as_integer(f"{name} must be an integer >= 1", name, count, "Pass 1 or more.")
-
-
 def check_flag(name: str, value: Any, *, may_be_none: bool = True) -> None:
     """Raises unless `value` is a Python or NumPy bool, or None."""
     if not (isinstance(value, bool | np.bool_) or (may_be_none and value is None)):
         words = "True, False or None" if may_be_none else "True or False"
         raise TypeError(f"{name} must be {words}: {name}={short(value)}. Leave it out for the default.")
-
-
-def as_tolerance(name: str, tolerance: Any) -> float | None:
-    """A finite number above 0, or None."""
-    if tolerance is None:
-        return None
-    if hasattr(tolerance, "__float__") and 0 < float(tolerance) < math.inf:
-        return float(tolerance)
-    raise ValueError(f"{name} must be a finite number above 0: {name}={tolerance!r}. Leave it out for its default.")
-
-
-def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:
-    if not isinstance(value, str) or value not in allowed:
-        words = ", ".join(f'"{word}"' for word in allowed)
-        raise ValueError(f"{name} must be one of {words}{otherwise}: {name}={value!r}. Choose one of these.")
-    return value
 
 
 _OF_MODULES = "For the gradient use optax_accum.flax.nnx.value_and_grad; to check a train step, verify_step."
@@ -136,18 +113,6 @@ def check_differentiable(params: Any, *, of_whole_batch: bool = False) -> None:
                 f"Only floating-point arguments can be differentiated: argnums holds {jnp.result_type(leaf)} at "
                 f"{path}. Pass it as another argument{named}."
             )
-
-
-def as_integer(rule: str, name: str, value: Any, remedy: str) -> int:
-    try:
-        if isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_:
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{rule}: {name}={value!r}. Pass an int, such as {name}=4.") from None
-    if number < 1:
-        raise ValueError(f"{rule}: {name}={number}. {remedy}")
-    return number
 
 
 def dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:

@@ -6,35 +6,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.messages import counted
 from optax_accum._core.types import Tree
+from optax_accum._shared.checks import check_groups as check_groups
 
 
-def check_groups(where: str, rows: int, group: int) -> None:
-    if rows % group:
-        less, more = rows - rows % group, rows - rows % group + group
-        raise ValueError(
-            f"group_size must divide the rows that are together: group_size={group}, and {where} "
-            f"{counted(rows, 'row')}. Pass {f'{less} or {more}' if less else more} rows."
-        )
-
-
-def count_rows(batch: Tree, *, named: bool = True) -> int:
-    """The length of the leading axes, which must be equal and not 0; `named`: errors speak of `batch_argnums`."""
+def count_rows(batch: Tree) -> int:
+    """The length of the leading axes, which must be equal and not 0."""
     leaves = jax.tree.leaves_with_path(batch)
     sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in leaves if is_split(leaf)}
     if not sizes:
         raise ValueError(
-            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. "
-            + ("Check batch_argnums." if named else "Pass arrays with a row for each example.")
+            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. Check batch_argnums."
         )
     (first, rows), *others = sizes.items()
     for path, size in others:
         if size != rows:
             raise ValueError(
                 f"All leaves of a batch must have the same number of rows: {_named(first)} has {rows}, {_named(path)} "
-                f"has {size}. If that is meant, pass what has no rows as another argument"
-                f"{', outside batch_argnums' if named else ''}."
+                f"has {size}. If that is meant, pass what has no rows as another argument, outside batch_argnums."
             )
     if not rows:
         raise ValueError(f"A batch must have rows: {_named(first)} has shape[0]=0. Skip empty batches.")

@@ -3,7 +3,6 @@
 `benchmarks/_quirks.py` says why each stands here, and what `accelerators._absent` does for absent accelerators.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,7 +92,7 @@ def explicit_mesh(kind: Any) -> Any:
 
 def explicit_sharding(leaf: Any) -> Any:
     """The sharding over Explicit axes that the type of an array tells; else None."""
-    kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else leaf
+    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     return None if explicit_mesh(kind) is None else kind.sharding
 
 
@@ -168,7 +167,7 @@ def extremes(real: jax.Array) -> list[jax.Array]:
 
 def is_reference(leaf: Any) -> bool:
     """Whether a leaf is a reference, which no function can return; `jax.Ref` does not tell before JAX 0.8."""
-    return hasattr(jax, "Ref") and type(jax.typeof(leaf)).__name__ == "AbstractRef"
+    return type(jax.typeof(leaf)).__name__ == "AbstractRef"
 
 
 def makes_reference(equation: Any) -> bool:
@@ -202,8 +201,6 @@ def is_plain_jit(equation: Any) -> bool:
 
 def varying_axes(leaf: Any) -> frozenset[str]:
     """The axes over which a value inside `jax.shard_map` may differ between devices."""
-    if versions.JAX < versions.DEVICES:
-        return frozenset()
     leaf = leaf.inner_aval if type(leaf).__name__ == "AbstractRef" else leaf
     kind: Any = leaf if isinstance(leaf, ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(leaf)
     varying = kind.manual_axis_type and kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
@@ -216,28 +213,9 @@ def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
     return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
 
 
-KNOWS_DEVICES = versions.JAX >= versions.DEVICES  # whether it is asked for more than one device
-
-
-def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """Like `jax.tree.broadcast`; raises a ValueError where `prefix` is no prefix of `tree`."""
-    if hasattr(jax.tree, "broadcast"):
-        return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
-    values: list[Any] = []
-    extend = lambda value, part: values.extend([value] * len(jax.tree.leaves(part)))
-    jax.tree.map(extend, prefix, tree, is_leaf=is_leaf)
-    return jax.tree.unflatten(jax.tree.structure(tree), values)
-
-
-def running_on(mesh: Any) -> Any:
-    """A context in which a mesh is in reach; an old JAX is asked for one device only, which needs none."""
-    return jax.set_mesh(mesh) if versions.JAX >= versions.DEVICES else contextlib.nullcontext()
-
-
 def tracing_on(mesh: Any) -> Any:
     """A context in which a mesh without devices is in reach."""
-    mesh = getattr(mesh, "abstract_mesh", mesh)
-    return jax.sharding.use_abstract_mesh(mesh) if versions.JAX >= versions.DEVICES else contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
 
 def check_concrete(mesh: Any) -> None:

@@ -3,16 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-
-def inner_programs(equation: Any) -> Iterator[Any]:
-    for inner in jax.tree.leaves(list(equation.params.values())):
-        program = getattr(inner, "jaxpr", inner)  # with or without its constants
-        if isinstance(program, core.Jaxpr):
-            yield program
+from optax_accum._shared.draws import inner_programs as inner_programs
 
 
 def all_equations(program: Any) -> Iterator[Any]:

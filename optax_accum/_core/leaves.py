@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers
 from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import is_key as is_key
+from optax_accum._shared.arrays import short as short
 
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
 
@@ -21,18 +22,6 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype in (np.bool_, jax.dtypes.float0)
     return isinstance(leaf, jax.Array)
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a random key, or an array of them; of the old style, one key."""
-    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-    if dtype is None:
-        return False
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape == _shape_of_old_keys())
-
-
-def _shape_of_old_keys() -> tuple[int, ...]:
-    return (4,) if jax.config.jax_default_prng_impl in ("rbg", "unsafe_rbg") else (2,)  # type: ignore[attr-defined]
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -56,7 +45,7 @@ def for_each_leaf(
 ) -> Tree:
     """The value of an option for each leaf of a tree; the option is a prefix of the tree."""
     try:
-        return compilers.each_leaf(option, tree, is_leaf)
+        return jax.tree.broadcast(option, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(
             f"{name} must be a prefix of the tree of {tree_of}: {name} has "
@@ -73,14 +62,6 @@ def _cut(structure: Any) -> str:
 def by_path(tree: Tree, only: str = "the only leaf") -> list[tuple[str, Any]]:
     """Each leaf with its path, as an error names it: `only` for a tree that is one leaf."""
     return [(jax.tree_util.keystr(path) or only, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
-
-
-def short(leaf: Any) -> str:
-    """Describes an array by its dtype and shape, anything else by the beginning of its text."""
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    text = repr(leaf)
-    return f"{text[:57]}..." if len(text) > 60 else text
 
 
 def check_arrays(what: str, tree: Tree, remedy: str) -> None:

@@ -1,19 +1,10 @@
-"""Messages to users: counts in words, and warnings at a line of theirs."""
+"""Messages to users: warnings at a line of theirs, and counts in words."""
 
 import inspect
 import sys
 import warnings
 
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, such as "1 row", "2 rows", "3 micro-batches"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def there_are(number: int, noun: str) -> str:
-    """A clause such as "there is 1 row"."""
-    return f"there {'is' if number == 1 else 'are'} {counted(number, noun)}"
-
+from optax_accum._shared.checks import counted as counted
 
 _LIBRARIES = {"optax_accum", "jax", "jaxlib", "optax", "flax"} | sys.stdlib_module_names
 

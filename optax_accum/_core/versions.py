@@ -10,10 +10,17 @@ import jax
 from optax_accum._core import messages
 
 JAX = jax.__version_info__[:3]
-FLOOR, DEVICES, HOST = (0, 5, 3), (0, 7, 2), (0, 10, 0)  # versions that were run, or asked
+FLOOR, HOST = (0, 7, 2), (0, 10, 0)  # versions that were run, or asked
+
+
+def text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version[:2] if not version[2:] or not version[2] else version))
+
 
 if JAX < FLOOR:
-    raise ImportError(f"optax_accum needs JAX 0.5.3 or later: this is JAX {jax.__version__}. Install a newer one.")
+    raise ImportError(
+        f"optax_accum needs JAX {text(FLOOR)} or later: this is JAX {jax.__version__}. Install a newer one."
+    )
 
 
 def require(what: str, since: tuple[int, ...], remedy: str) -> None:
@@ -26,7 +33,7 @@ WITHOUT_XNNPACK = "--xla_cpu_use_xnnpack=false"
 
 def warn_of_stale_products() -> None:
     """Warns on a CPU whose XNNPACK packs a matrix once for each address, and so misses an update in place."""
-    if not (0, 7, 1) <= JAX < (0, 8, 2) or WITHOUT_XNNPACK in os.environ.get("XLA_FLAGS", ""):
+    if JAX >= (0, 8, 2) or WITHOUT_XNNPACK in os.environ.get("XLA_FLAGS", ""):
         return
     if jax.default_backend() == "cpu":
         messages.warn(
@@ -34,7 +41,3 @@ def warn_of_stale_products() -> None:
             "donate_argnums updates them in place: the gradient is wrong, with this library and without. Set "
             f'os.environ["XLA_FLAGS"] = "{WITHOUT_XNNPACK}" before you use JAX, or install JAX 0.8.2 or later.'
         )
-
-
-def text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version[:2] if not version[2:] or not version[2] else version))

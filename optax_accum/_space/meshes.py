@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, versions
+from optax_accum._core import compilers
 from optax_accum._core.leaves import by_path, for_each_leaf, short
 from optax_accum._core.types import Axes, Tree
 
@@ -22,8 +22,6 @@ def as_axes(names: Any) -> Axes:
     axes = (names,) if isinstance(names, str) else names
     if axes is None:
         return ()
-    remedy = "Upgrade JAX; without devices the gradient is the same, reduced at each micro-batch."
-    versions.require("devices", versions.DEVICES, remedy)
     if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(
             f"devices must be the name of a mesh axis, a tuple of names, or Devices(names, ...): devices={names!r}. "
@@ -58,7 +56,7 @@ def check_no_other_map(axes: Axes) -> None:
 
 def manual_axes() -> Axes:
     """The axes of the `jax.shard_map` that this runs in; outside of any, none."""
-    return tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes)) if compilers.KNOWS_DEVICES else ()
+    return tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
 
 
 def partitioned_axes() -> Axes:

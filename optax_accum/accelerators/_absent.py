@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import jax
 
-from optax_accum._core import versions
-
+JAX = jax.__version_info__[:3]
 # Colab has CUDA 12 with JAX 0.7: where its plugin is installed, messages name that.
-CUDA = "12" if versions.JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
+CUDA = "12" if JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
 NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
     "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
 )
@@ -22,22 +21,22 @@ _YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*|device_interconnect_info .*
 
 def check_absent(name: str, gpu: bool) -> None:
     """Raises where JAX cannot compile for an accelerator that this machine lacks."""
-    if versions.JAX < versions.DEVICES or (gpu and (0, 8, 0) <= versions.JAX < (0, 9, 0)):
+    if gpu and (0, 8, 0) <= JAX < (0, 9, 0):
         raise NotImplementedError(
-            f"target({name!r}) compiles for an accelerator that this machine lacks. That needs JAX 0.7.2 or later, and "
-            f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes this machine's devices."
+            f"target({name!r}) compiles for a GPU that this machine lacks, which JAX 0.8 cannot: this is JAX "
+            f"{jax.__version__}. Install JAX 0.7.2, or 0.9 and later. target() takes this machine's devices."
         )
 
 
 def known_fields(config: str) -> str:
     """Drops the fields of a GPU's configuration that an older compiler does not know."""
-    return config if versions.JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
+    return config if JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
 
 
 def libtpu_of_jax() -> str | None:
     """The version of libtpu that this JAX names, where an older one would end the process; else None."""
     named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
-    return None if versions.JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
+    return None if JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
 
 
 def too_old_libtpu() -> str | None:
@@ -49,15 +48,13 @@ def too_old_libtpu() -> str | None:
     except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
         return None
 
-    def parts(version: Any) -> Any:
-        return [int(part) for part in re.findall(r"\d+", version)[:3]]
-
+    parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
     return installed if parts(installed) < parts(wanted) else None
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
     """Compiles a program for an accelerator that is not here, so that `as_text` shows it."""
-    if versions.JAX >= (0, 10, 0):
+    if JAX >= (0, 10, 0):
         return lowered.compile(compiler_options=cast(Any, options))
     with tempfile.TemporaryDirectory() as folder:
         dumped = {**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}

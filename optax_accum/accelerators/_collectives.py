@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 from optax_accum.accelerators import _programs as programs
 from optax_accum.accelerators._programs import Computation, Instruction
 

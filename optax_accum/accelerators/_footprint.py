@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from optax_accum._shared.checks import counted
 from optax_accum.accelerators._collectives import Collectives, count_collectives
 from optax_accum.accelerators._programs import Computation, Instruction, ProgramText
 from optax_accum.accelerators._targets import Target, compiled_for, devices_of
@@ -109,12 +110,11 @@ def _check_devices(compiled: jax.stages.Compiled, target: Target) -> None:
     if devices == set(target.devices):
         return
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    fewer = f", or plan for num_devices={len(devices)}" if devices < set(target.devices) else ""
+    fewer = f", or plan for a target of {counted(len(devices), 'device')}" if devices < set(target.devices) else ""
     raise ValueError(
-        f"make_step must lower for all devices of the target: it lowered for {len(devices)} x {kinds}, and target="
-        f"{target.name!r} is {len(target.devices)} x {target.devices[0].device_kind}. Lower with shapes of the "
-        'target, jax.jit(step).lower(target.shapes(params), target.shapes(batch, PartitionSpec("data"))): a make_step '
-        f"with a parameter `target` is given it{fewer}."
+        f"The step must be lowered for all devices of the target: it was for {len(devices)} x {kinds}, and target="
+        f"{target.name!r} is {len(target.devices)} x {target.devices[0].device_kind}. Let it take its shapes from its "
+        f"arguments, and name no other devices{fewer}."
     )
 
 
@@ -123,8 +123,8 @@ def _check_shared(lowered: jax.stages.Lowered, target: Target) -> None:
     if len(target.devices) == 1 or re.search(_IN_PARTS, lowered.as_text()):
         return
     raise ValueError(
-        f"make_step must share the rows among the devices of the target: {len(target.devices)} hold and compute all of "
-        'them. Lower with target.shapes(batch, PartitionSpec("data")), or plan for one device.'
+        f"The step must share the rows among the devices of the target: {len(target.devices)} hold and compute all of "
+        'them. Pass target.shapes(batch, PartitionSpec("data")), or plan for one device.'
     )
 
 

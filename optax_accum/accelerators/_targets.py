@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum._arguments import checks
-from optax_accum._core.messages import counted, there_are
-from optax_accum._core.types import Tree
+from optax_accum._shared import checks
+from optax_accum._shared.arrays import Tree
+from optax_accum._shared.checks import counted, there_are
 from optax_accum.accelerators import _absent as absent
 
 GIB = 1 << 30

@@ -2,9 +2,7 @@
 
 By task:
 
-* `split_global_batch(rows, most, devices)`,
-  `token_microbatches(lengths, max_tokens)`: split a batch by rows, or by
-  tokens.
+* `token_microbatches(lengths, max_tokens)`: split a batch by tokens.
 * `every_by_weight(4096)`: pass it as `every`, and a window has so many
   examples, or tokens.
 * `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: pass
@@ -12,14 +10,17 @@ By task:
 """
 
 from optax_accum.batching._packing import TokenPacking, token_microbatches
-from optax_accum.batching._sizes import BatchSplit, every_by_noise, every_by_tokens, every_by_weight, split_global_batch
+from optax_accum.batching._sizes import every_by_noise, every_by_tokens, every_by_weight
 
 __all__ = [
-    "BatchSplit",
     "TokenPacking",
     "every_by_noise",
     "every_by_tokens",
     "every_by_weight",
-    "split_global_batch",
     "token_microbatches",
 ]
+
+
+def __getattr__(name: str) -> object:
+    remedy = ": Take the seven lines of docs/several_hosts.md." if name in ("split_global_batch", "BatchSplit") else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

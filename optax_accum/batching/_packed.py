@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 
 Ints = NDArray[Any]
 

@@ -6,9 +6,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optax_accum._arguments import checks
-from optax_accum._arguments.rows import check_groups
-from optax_accum._core.messages import counted
+from optax_accum._shared import checks
+from optax_accum._shared.checks import counted
 from optax_accum.batching._packed import Ints, TokenPacking, dealt, laid_out
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
@@ -146,7 +145,7 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
     if found.min() < 1:
         row = int(found.argmin())
         raise ValueError(f"Every row must have a token: lengths[{row}]={found[row]}. Leave such rows out.")
-    check_groups("lengths has", len(found), group)
+    checks.check_groups("lengths has", len(found), group)
     if group * int(found.max()) > budget:
         row, many = int(found.argmax()), int((found > budget // group).sum())
         more = f", and {many - 1} more {'is' if many == 2 else 'are'} too long" if many > 1 else ""

@@ -57,10 +57,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
 
     def convert(node: Any) -> Any:
         old = node.weight.shape[0] if holds_partial_sums(node) else None
-
-        def move(leaf: Any) -> Any:
-            return _moved(leaf, old, num_devices)
-
+        move = lambda leaf: _moved(leaf, old, num_devices)
         return node._replace(**{name: jax.tree.map(move, getattr(node, name)) for name in _PARTIAL})
 
     return map_states(convert, state)
@@ -109,9 +106,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
 
     def target(node: Any, where: Any) -> Any:
         # Zeros that take no memory: Orbax reads their shape, their dtype, and that they are NumPy arrays.
-        def saved(leaf: Any) -> Any:
-            return np.broadcast_to(np.zeros([], leaf.dtype), (num_devices, *leaf.shape[1:]))
-
+        saved = lambda leaf: np.broadcast_to(np.zeros([], leaf.dtype), (num_devices, *leaf.shape[1:]))
         fields = {name: jax.tree.map(saved, getattr(node, name)) for name in _PARTIAL}
         return jax.tree.map(_shape, node, where)._replace(**fields)
 

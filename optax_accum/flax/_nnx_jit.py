@@ -11,8 +11,8 @@ from flax import nnx
 from optax_accum._across import jit_step as two_programs
 from optax_accum._across import on_host
 from optax_accum._arguments import callables
-from optax_accum._core.memory import copied_to_host
 from optax_accum._core.state import map_states
+from optax_accum._shared.arrays import copied_to_host
 from optax_accum.flax._nnx_reading import (
     ModuleForm,
     ModuleReading,
@@ -96,7 +96,7 @@ def jit_step(step: Callable[..., Any]) -> "JitStep":
       A `JitStep`: a function of the arguments of `step`, which may overwrite
       the arrays in model and optimizer. Its `one_program` says why there is
       only one program, if so. `lower(...)` lowers both, for a look at them
-      and for `plan_microbatches`.
+      and for `plan.fit(..., run=False)`.
 
     Raises:
       TypeError: `step` is no function, or the optimizer no

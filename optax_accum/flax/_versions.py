@@ -9,8 +9,8 @@ from flax import nnx
 
 if tuple(map(int, re.findall(r"\d+", flax.__version__)[:3])) < (0, 11, 2):
     raise ImportError(
-        f"optax_accum.flax needs Flax 0.11.2 or later, with JAX 0.6 or later: this is Flax {flax.__version__}. Install "
-        "newer ones; all else of optax_accum works with these.",
+        f"optax_accum.flax needs Flax 0.11.2 or later: this is Flax {flax.__version__}. Install a newer "
+        "one; all else of optax_accum works without it.",
         name="flax",
     )
 

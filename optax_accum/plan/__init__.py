@@ -3,15 +3,26 @@
 The compiler reports memory before anything is allocated:
 
 * `fit(step_of_k, *args)`: the step itself, planned from its arguments.
-* `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any
-  step.
-* `of_loss(loss, tx, params, batch)`, `of_step(step, state, batch)`: the
-  `make_step` of usual steps.
+* `fit(step_of_k, *args, run=False)`: its plan, from shapes alone, also for
+  an accelerator that is not here.
+* `of_loss(loss, tx)`: the `step_of_k` of a loss and an optimizer.
 """
 
-from optax_accum.plan._fitted import Fitted, fit
+from optax_accum.plan._fit import fit
+from optax_accum.plan._fitted import Fitted
 from optax_accum.plan._plan import NothingFitsError, Plan
-from optax_accum.plan._planning import plan_microbatches
-from optax_accum.plan._steps import Builder, of_loss, of_step
+from optax_accum.plan._steps import of_loss
 
-__all__ = ["Builder", "Fitted", "NothingFitsError", "Plan", "fit", "of_loss", "of_step", "plan_microbatches"]
+__all__ = ["Fitted", "NothingFitsError", "Plan", "fit", "of_loss"]
+
+
+def __getattr__(name: str) -> object:
+    remedy = f": {_GONE[name]}" if name in _GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+
+
+_GONE = {
+    "plan_microbatches": "Take fit(step_of_k, *args, run=False).",
+    "of_step": "fit takes the step and its arguments itself: fit(step_of_k, *args, run=False).",
+    "Builder": "fit takes any step with a method lower(*args): fit(step_of_k, *args, run=False).",
+}

@@ -1,37 +1,28 @@
 """The picture of a plan: bars of bytes by kind, against the limit."""
 
 import math
-import textwrap
 from typing import Any
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 
 _KINDS = {"arguments": "C0", "unaliased": "C4", "temporary": "C1", "code": "C7"}
 _NAMES = {"unaliased": "outputs", "code": "the program"}
 
 
 def draw(plan: Any) -> Any:
-    """A matplotlib figure, with one panel for each option."""
+    """A matplotlib figure."""
     figure = _figure()
     figure.set_layout_engine("constrained")
-    figure.set_size_inches(2.5 + 3.5 * len(plan.labels), 3.8)
-    panels = figure.subplots(1, len(plan.labels), sharey=True, squeeze=False)[0]
+    figure.set_size_inches(6, 3.8)
+    axes = figure.subplots()
     devices = f"{plan.num_devices} x " if plan.num_devices > 1 else ""
     figure.suptitle(f"{counted(plan.global_batch, 'row')} on {devices}{plan.target}")
     unit = 1e9 if plan.limit >= 1e9 else 1e6
-
-    def of_place(place: Any) -> Any:
-        return [row for row, one in zip(plan.rows, plan.compiled, strict=True) if one.place == place]
-
-    most = max(len(of_place(place)) for place in plan.labels)
-    for axes, (place, label) in zip(panels, plan.labels.items(), strict=True):
-        _bars(axes, of_place(place), unit)
-        axes.axhline(plan.limit / unit, color="black", linestyle="--", linewidth=1, label="what may be used")
-        axes.set(xlabel="micro-batches, and rows of each", xlim=(-0.6, most - 0.4))
-        axes.set_title(textwrap.fill(label, 36) if len(panels) > 1 else "", fontsize="medium")
-    panels[0].set_ylabel(f"{'GB' if unit == 1e9 else 'MB'} on each device")
-    named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside right upper", frameon=False)
+    _bars(axes, plan.rows, unit)
+    axes.axhline(plan.limit / unit, color="black", linestyle="--", linewidth=1, label="what may be used")
+    axes.set(xlabel="micro-batches, and rows of each", xlim=(-0.6, len(plan.rows) - 0.4))
+    axes.set_ylabel(f"{'GB' if unit == 1e9 else 'MB'} on each device")
+    figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 from optax_accum.plan._budgets import as_text
 from optax_accum.plan._search import Compiled
 
@@ -24,17 +24,14 @@ class Plan:
     Attributes:
       num_microbatches: the fewest that fit; None in the plan of an error
         that says that none does.
-      option: the option chosen, number `place` of the options.
       global_batch: the rows of one update.
       num_devices: the devices that share each micro-batch.
       target: what it was compiled for.
       budget: the bytes of one device.
       limit: the part of them that the plan may use, `safety * budget`.
-      compiled: what was compiled, by option and number.
-      copy: the bytes of the parameters on one device, where the step's
-        builder knows them.
-      sum: the bytes of the sum of their gradients, where the builder knows
-        them.
+      compiled: what was compiled, by number.
+      copy: the bytes of the parameters on one device; of `of_loss` alone.
+      sum: the bytes of the sum of their gradients; of `of_loss` alone.
       monotone: whether larger micro-batches, compiled in a loop, need more
         memory.
       shards: the parts into which the devices deal the rows, by default one
@@ -46,7 +43,6 @@ class Plan:
     """
 
     num_microbatches: int | None
-    option: Any
     global_batch: int
     num_devices: int
     target: str
@@ -55,7 +51,6 @@ class Plan:
     compiled: tuple[Compiled, ...]
     copy: int | None = None
     sum: int | None = None
-    place: int = 0
     monotone: bool = True
     shards: int | None = None
     skipped: tuple[str, ...] = ()
@@ -89,7 +84,6 @@ class Plan:
         """The table: a dict for each compiled number of micro-batches."""
         return [
             {
-                "option": one.option,
                 "num_microbatches": one.candidate.number,
                 "rows": one.candidate.rows,
                 **{kind: getattr(one.footprint, kind) for kind in KINDS},
@@ -103,22 +97,12 @@ class Plan:
             for one in self.compiled
         ]
 
-    @property
-    def labels(self) -> dict[int, str]:
-        """The options by their place, as they are printed."""
-        named = {one.place: getattr(one.option, "__name__", str(one.option)) for one in self.compiled}
-        names = list(named.values())
-        return {place: f"{name} [{place}]" if names.count(name) > 1 else name for place, name in named.items()}
-
     def __str__(self) -> str:
         memory = ("arguments", "outputs", "temporary", "peak")
         head = ("micro-batches", "rows each", *memory, "fits", "compiled", *self._network)
-        table = [head, *map(self._cells, self.compiled)]
-        if self._several:
-            table = [("option", *head), *((self.labels[one.place], *self._cells(one)) for one in self.compiled)]
-        rows = _aligned(table, keys=1 + self._several)
+        rows = _aligned([head, *map(self._cells, self.compiled)])
         fill = textwrap.TextWrapper(80, subsequent_indent="  ", break_on_hyphens=False).fill
-        return "\n".join([fill(self._title()), *rows, *self._grid(), *map(fill, self._notes())])
+        return "\n".join([fill(self._title()), *rows, *map(fill, self._notes())])
 
     __repr__ = __str__
 
@@ -136,15 +120,8 @@ class Plan:
         return NETWORK if self.num_devices > 1 else ()
 
     @property
-    def _several(self) -> bool:
-        return len(self.labels) > 1 or any(one.option is not None for one in self.compiled)
-
-    @property
     def _chosen(self) -> Compiled | None:
-        def of(one: Any) -> Any:
-            return (one.place, one.candidate.number) == (self.place, self.num_microbatches)
-
-        return next(filter(of, self.compiled), None)
+        return next((one for one in self.compiled if one.candidate.number == self.num_microbatches), None)
 
     def _title(self) -> str:
         devices = f"{self.num_devices} x " if self.num_devices > 1 else ""
@@ -153,8 +130,7 @@ class Plan:
         title = f"{counted(self.global_batch, 'row')} on {devices}{self.target}, {memory}: "
         if self.num_microbatches is None:
             return f"{title}nothing fits."
-        option = f", option {self.labels[self.place]}" if self._several else ""
-        return f"{title}{counted(self.num_microbatches, 'micro-batch')}{option}."
+        return f"{title}{counted(self.num_microbatches, 'micro-batch')}."
 
     def _cells(self, one: Compiled) -> tuple[str, ...]:
         found, mark = one.footprint, "*" if one is self._chosen else " "
@@ -166,25 +142,10 @@ class Plan:
         fits = "yes" if one.fits else "no"
         return f"{mark} {one.candidate.number}", rows, *sizes, fits, f"{found.seconds:.1f} s", *moved
 
-    def _grid(self) -> list[str]:
-        """The peaks of several options, side by side."""
-        if len(self.labels) == 1:
-            return []
-        numbers = sorted({one.candidate.number for one in self.compiled})
-        peaks = {(one.place, one.candidate.number): self._peak(one) for one in self.compiled}
-        rows = [(name, *(peaks.get((place, k), "") for k in numbers)) for place, name in self.labels.items()]
-        return ["Peaks (* chosen, - does not fit):", *_aligned([("micro-batches", *map(str, numbers)), *rows])]
-
-    def _peak(self, one: Compiled) -> str:
-        mark = "* " if one is self._chosen else "" if one.fits else "- "
-        return f"{mark}{'>' * one.footprint.refused}{as_text(one.footprint.peak)}"
-
     def _notes(self) -> list[str]:
         notes = ["Bytes on each device, as the compiler counts them."]
         if self._network:
             notes.append("Network: bytes that collectives move in a step; exposed: those beside which no product runs.")
-        if len(self.labels) > 1:
-            notes.append("Chosen of the options: the first that fits.")
         if not self.monotone:
             notes.append(
                 "Memory is not monotone: of what was compiled, some larger micro-batches need less. Fewer may fit, too."
@@ -211,27 +172,21 @@ class Plan:
 
         Both are those of the line through the two sizes of a kind that are farthest apart; None without two.
         """
-
-        def beside(found: Any) -> Any:
-            return found.peak - found.arguments - found.unaliased
-
-        loops = [one for one in self.compiled if one.place == self.place and one.candidate.number > 1]
+        beside = lambda found: found.peak - found.arguments - found.unaliased
+        loops = [one for one in self.compiled if one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
             if len(kind) > 1 and self._chosen:
                 less, more = kind[-1], kind[0]
                 rows = more.candidate.rows - less.candidate.rows
-
-                def adds(of: Any, less: Any = less, more: Any = more, rows: Any = rows) -> Any:
-                    return (of(more.footprint) - of(less.footprint)) / rows
-
+                adds = lambda of, less=less, more=more, rows=rows: (of(more.footprint) - of(less.footprint)) / rows
                 fixed = beside(less.footprint) - adds(beside) * less.candidate.rows
                 return fixed, adds(lambda found: found.peak)
         return None
 
 
 class NothingFitsError(ValueError):
-    """What `plan_microbatches` raises where nothing fits.
+    """What `fit` raises where nothing fits.
 
     Attributes:
       plan: a `Plan` of all compilations, without a number of micro-batches.
@@ -243,17 +198,14 @@ class NothingFitsError(ValueError):
         self.add_note(str(plan))
 
 
-def _aligned(table: Sequence[Sequence[str]], keys: int = 1) -> list[str]:
-    """The lines of a table; if it is too wide, of several tables, each with the first `keys` columns."""
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; if it is too wide, of several tables, each with the first column."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    parts = [[*range(keys)]]
-    for column in range(keys, len(widths)):
+    parts = [[0]]
+    for column in range(1, len(widths)):
         wide = sum(widths[i] + 2 for i in (*parts[-1], column)) - 2 > WIDTH
-        if wide and len(parts[-1]) > keys:
-            parts.append([*range(keys)])
+        if wide and len(parts[-1]) > 1:
+            parts.append([0])
         parts[-1].append(column)
-
-    def line(part: Any, cells: Any) -> Any:
-        return "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
-
+    line = lambda part, cells: "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
     return [line(part, cells) for part in parts for cells in table]

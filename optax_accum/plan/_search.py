@@ -3,14 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from optax_accum._arguments.signature import signature_of
-from optax_accum._core.messages import counted
+from optax_accum._shared.checks import counted
 from optax_accum.accelerators._footprint import Footprint, footprint, largest_product, text_key
 from optax_accum.accelerators._targets import Target
+from optax_accum.plan._steps import Steps
 
 
 class Candidate(NamedTuple):
@@ -109,10 +109,7 @@ def grows(peaks: Peaks) -> bool:
 
 def _groups(every: Sequence[Candidate]) -> list[list[Candidate]]:
     """Even cuts, ragged cuts and rows of one: in each group, memory grows with the rows."""
-
-    def kind(c: Any) -> Any:
-        return 2 if c.rows == 1 else int(c.ragged)
-
+    kind = lambda c: 2 if c.rows == 1 else int(c.ragged)
     return [group for wanted in range(3) if (group := [c for c in every if kind(c) == wanted])]
 
 
@@ -148,38 +145,26 @@ def _hopeless(candidate: Candidate, peaks: Peaks, limit: float) -> bool:
     )
 
 
-MakeStep = Callable[..., Any]  # returns a `jax.stages.Lowered`
-
-
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One number of micro-batches that was compiled: its option, and its memory.
+    """One number of micro-batches that was compiled, and its memory."""
 
-    Attributes:
-      place: the place of the option among the given ones.
-    """
-
-    option: Any
     candidate: Candidate
     footprint: Footprint
     fits: bool
-    place: int = 0
 
 
 class Trial:
-    """A step with one of the options, and its compiled programs.
+    """The steps with different numbers of micro-batches, and their compiled programs.
 
     Attributes:
-      option: the option, None without one.
-      place: the place of the option among the given ones.
       every: the numbers of micro-batches to choose from, without those that do not lower.
       peaks: the bytes of each compiled number.
       errors: the errors of numbers that do not lower.
     """
 
-    def __init__(self, make_step: MakeStep, target: Target, place: int, given: tuple[Any, ...]):
-        self.make_step, self.target, self.place, self.given = make_step, target, place, given
-        self.option = given[0] if given else None
+    def __init__(self, steps: Steps, target: Target):
+        self.steps, self.target = steps, target
         self.every: list[Candidate] = []
         self.errors: dict[int, ValueError] = {}
         self._lowered: dict[int, jax.stages.Lowered] = {}
@@ -220,30 +205,24 @@ class Trial:
         return self._lowered.get(number)
 
     def _lower(self, number: int) -> jax.stages.Lowered:
-        wants_target = "target" in signature_of(self.make_step).keywords
         try:
-            lowered = self.make_step(number, *self.given, **({"target": self.target} if wants_target else {}))
+            lowered = self.steps.lowered(number)
         except Exception as error:
             raise ValueError(
-                f"make_step({', '.join(map(repr, (number, *self.given)))}) must return a lowered step: it raised "
-                f"{type(error).__name__}: {str(error).rstrip('.')}.{_SOME_NUMBERS * (number > 1)}"
+                f"step_of_k({number}) must return a step that can be lowered: it raised {type(error).__name__}: "
+                f"{str(error).rstrip('.')}.{_SOME_NUMBERS * (number > 1)}"
             ) from error
         lowered = getattr(lowered, "lowered", lowered)  # of a step in two programs, or of nnx.jit
         if not isinstance(lowered, jax.stages.Lowered):
             raise TypeError(
-                f"make_step({number}) must return a lowered step: it returned {type(lowered).__name__}. Return "
-                "jax.jit(step).lower(*shapes)."
+                f"The method lower of step_of_k({number}) must return a jax.stages.Lowered, as that of jax.jit(step) "
+                f"does: it returned {type(lowered).__name__}."
             )
         return lowered
 
     def compiled(self, limit: float) -> list[Compiled]:
         """The compiled programs, fewest micro-batches first."""
-        return [Compiled(self.option, c, self.found[c], self.peaks[c] <= limit, self.place) for c in sorted(self.found)]
-
-    @property
-    def skipped(self) -> list[str]:
-        """Why numbers were left out, or the option."""
-        return [str(error) for error in self.errors.values()][: None if self.every else 1]
+        return [Compiled(c, self.found[c], self.peaks[c] <= limit) for c in sorted(self.found)]
 
     @property
     def least(self) -> float:
@@ -265,12 +244,12 @@ class Trial:
         self.found[candidate] = footprint(lowered, self.target)
 
     def _check_number(self, *two: Candidate) -> None:
-        """Raises if fewer micro-batches have the smaller products: `make_step` then takes their rows."""
+        """Raises if fewer micro-batches have the smaller products: `step_of_k` then takes their rows."""
         large, small = (largest_product(self._lowered[candidate.number]) for candidate in two)
         if 1.5 * large < small:
             raise ValueError(
-                "make_step must take the number of micro-batches, and seems to take their rows: the largest product of "
-                f"make_step({two[0].number}) has {large:.2e} FLOPs, that of make_step({two[1].number}) {small:.2e}. "
+                "step_of_k must take the number of micro-batches, and seems to take their rows: the largest product of "
+                f"step_of_k({two[0].number}) has {large:.2e} FLOPs, that of step_of_k({two[1].number}) {small:.2e}. "
                 f"{PASS_ON}"
             )
 
@@ -278,7 +257,7 @@ class Trial:
         same = [c for c, key in self.keys.items() if c.rows != candidate.rows and key == self.keys[candidate]]
         if same:
             raise ValueError(
-                f"make_step must cut the batch as it is told: {same[0].number} and {candidate.number} micro-batches "
+                f"The step must split the batch as it is told: {same[0].number} and {candidate.number} micro-batches "
                 f"are the same program, so all cost the same. {PASS_ON}"
             )
 

@@ -1,4 +1,4 @@
-"""Builders of common steps: a loss and an optimizer, or a train step of the user's, lowered for a target."""
+"""The steps that are planned: one of the user's, or one made of a loss and an optimizer, lowered for its arguments."""
 
 import functools
 import math
@@ -10,66 +10,95 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
-from optax_accum._arguments import callables, checks
-from optax_accum._arguments.roles import Roles
-from optax_accum._core import compilers, dtypes
-from optax_accum._core.types import Name, Tree
+from optax_accum._shared import checks
+from optax_accum._shared.arrays import Tree, short
 from optax_accum.accelerators._targets import Target
 
 
-class Builder:
-    """The `make_step` that `of_loss` and `of_step` return.
-
-    It is for `optax_accum.plan_microbatches`.
+class Steps:
+    """The steps by their number of micro-batches: each is made once, lowered once, and is the one that runs.
 
     Attributes:
-      rows: the rows of the batch, None where its arrays do not agree.
-      copy: the bytes of one copy of the parameters on a device, None where
-        the step does not tell which they are.
-      sum: the bytes of the sum of their gradients, None in the same case.
-      kept: returns the bytes that are kept for all rows, however many
-        micro-batches, or None where the loss does not tell.
+      target: where the arguments are placed as shapes; None for arguments that are lowered as they are, to run.
     """
 
     def __init__(
         self,
-        lower: Callable[[int, Target], Any],
-        rows: int | None = None,
-        copy: int | None = None,
-        sum: int | None = None,
-        kept: Callable[[], int | None] = lambda: None,
+        step_of_k: Callable[[int], Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batch: tuple[int, ...],
+        target: Target | None,
     ):
-        self._lower, self.rows, self.copy, self.sum, self.kept = lower, rows, copy, sum, kept
+        self._step_of_k, self.target = step_of_k, target
+        if isinstance(step_of_k, OfLoss):
+            self._step_of_k = step_of_k.with_batch(batch)
+            args = [_arrays(args[0]), *args[1:]]
+        self._mesh: Any = None
+        if target:
+            self._mesh = _mesh((args, kwargs), target)
+            args, (kwargs,) = _placed(self._mesh, args, batch), _placed(self._mesh, [kwargs], ())
+        self._args: Sequence[Any] = args
+        self._kwargs = kwargs
+        self._steps: dict[int, Any] = {}
+        self._lowered: dict[int, Any] = {}
 
-    def __call__(self, num_microbatches: int, target: Target) -> jax.stages.Lowered:
-        return self._lower(num_microbatches, target)
+    def step(self, number: int) -> Any:
+        if number not in self._steps:
+            step = self._step_of_k(number)
+            if not hasattr(step, "lower"):
+                raise TypeError(f"step_of_k must return a jitted step: it returned {step!r}. Pass it to jax.jit.")
+            if self.target is None and (hasattr(step, "one_program") or not callable(step)):
+                which = "that of of_loss" if isinstance(step, _LossStep) else "that of jit_step, which runs another"
+                raise TypeError(
+                    f"step_of_k must return a step that runs as one program: it returned {which}. Pass run=False "
+                    "for its plan alone, or a step of jax.jit."
+                )
+            self._steps[number] = step
+        return self._steps[number]
+
+    def lowered(self, number: int) -> Any:
+        """The step lowered for the arguments: to run, its first call compiles the same program."""
+        if number not in self._lowered:
+            step = self.step(number)
+            if self._mesh is None:
+                self._lowered[number] = step.lower(*self._args, **self._kwargs)
+            else:
+                with jax.set_mesh(self._mesh):
+                    self._lowered[number] = step.lower(*self._args, **self._kwargs)
+        return self._lowered[number]
+
+    def known(self, shards: int, *, in_loops: bool) -> dict[str, int]:
+        """What only a loss tells: the bytes of the parameters, of their gradients' sum, and those kept for all rows."""
+        if not isinstance(self._step_of_k, OfLoss):
+            return {}
+        kept = self._step_of_k.kept(*self._args) if in_loops else 0
+        return {**self._step_of_k.copies(self._args[0]), "kept": -(-kept // shards)}
+
+    def forget(self) -> None:
+        """Drops the arguments and all that was lowered."""
+        self._args, self._kwargs, self._lowered = [], {}, {}
 
 
-def of_loss(
-    loss: Callable[..., Any], tx: optax.GradientTransformation, params: Tree, *args: Any, **options: Any
-) -> Builder:
-    """Returns the builder of a usual train step.
+def of_loss(loss: Callable[..., Any], tx: optax.GradientTransformation, **options: Any) -> "OfLoss":
+    """Returns what `plan.fit(..., run=False)` takes, of a loss and an optimizer.
+
+        plan.fit(plan.of_loss(loss, tx), params, batch, run=False)
 
     The step runs `value_and_grad` in micro-batches and the optimizer, and
-    makes the new parameters.
+    makes the new parameters. It donates parameters and state, which it makes
+    itself; on several devices rows of the batch lie along the mesh's first
+    axis.
 
     Args:
       loss: `loss(params, *args)`, as `optax_accum.value_and_grad` takes it.
       tx: the optimizer.
-      params: the parameters, or their shapes: on one device, or sharded
-        over a mesh of the target (FSDP).
-      *args: the other arguments of the loss, the whole batch first, or
-        their shapes.
       **options: those of `value_and_grad`, but for the number and the size
-        of micro-batches and `argnums`: `batch_argnums`, `has_aux`,
-        `accumulator_dtype`, `devices`, `recompute`.
-
-    Returns:
-      A builder. Its step donates parameters and state; on several devices
-      rows of the batch lie along the mesh's first axis.
+        of micro-batches, `argnums` and `batch_argnums`, which `fit` takes:
+        `has_aux`, `accumulator_dtype`, `devices`, `recompute`.
 
     Raises:
       ValueError: an option that the plan or the step sets itself.
@@ -80,94 +109,62 @@ def of_loss(
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
       >>> w = jax.ShapeDtypeStruct((64, 64), "float32")
       >>> batch = jax.ShapeDtypeStruct((256, 64), "float32")
-      >>> tx = optax.adam(1e-3)
-      >>> make_step = optax_accum.plan.of_loss(loss, tx, w, batch)
-      >>> plan = optax_accum.plan_microbatches(
-      ...     make_step, 256, budget="1GB", progress=False)
+      >>> step_of_k = optax_accum.plan.of_loss(loss, optax.adam(1e-3))
+      >>> plan = optax_accum.plan.fit(
+      ...     step_of_k, w, batch, run=False, budget="1GB", progress=False)
       >>> plan.num_microbatches
       1
     """
-    if reserved := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
-        raise ValueError(f"of_loss sets this itself: {reserved[0]}={options[reserved[0]]!r}. Leave it out.")
-    loss = callables.as_function(loss, remedy="Pass the loss first: of_loss(loss, tx, params, batch).")
-    callables.as_optimizer(tx)
-    params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
-    roles = Roles(loss, batch_argnums=options.get("batch_argnums", 1), of_whole_batch=True)
-    batch = roles.passed_as(1 + len(args))["batch_argnums"]
+    if reserved := sorted({"num_microbatches", "microbatch_size", "argnums", "batch_argnums"} & set(options)):
+        raise ValueError(f"The plan sets this itself: {reserved[0]}={options[reserved[0]]!r}. Leave it out.")
+    checks.as_function(loss, "loss", "Pass the loss first: of_loss(loss, tx).")
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise TypeError(f"tx must be an optimizer, such as optax.adam(1e-3): tx={short(tx)}. Pass it second.")
+    return OfLoss(loss, tx, options)
 
-    def lower(number: int, target: Target) -> Any:
-        of_params, *others = _placed(target, (params, *args), batch)
-        state, sharding = _state(tx, of_params)
-        compute = optax_accum.value_and_grad(loss, num_microbatches=number, **options)
+
+class OfLoss:
+    """The steps of a loss and an optimizer, by their number of micro-batches."""
+
+    def __init__(self, loss: Callable[..., Any], tx: optax.GradientTransformation, options: dict[str, Any]):
+        self._loss, self._tx, self._options = loss, tx, options
+
+    def with_batch(self, batch: tuple[int, ...]) -> "OfLoss":
+        return OfLoss(self._loss, self._tx, {**self._options, "batch_argnums": batch})
+
+    def __call__(self, number: int) -> "_LossStep":
+        return _LossStep(optax_accum.value_and_grad(self._loss, number, **self._options), self._tx)
+
+    def copies(self, params: Tree) -> dict[str, int]:
+        """The bytes on a device of the parameters, and of the sum of their gradients."""
+        dtype = self._options.get("accumulator_dtype")
+        tx = optax_accum.accumulate_gradients(optax.identity(), 2, accumulator_dtype=dtype)
+        shapes = jax.tree.map(_of_one_device, params)
+        sums = jax.eval_shape(tx.init, shapes).acc_grads
+        return {"copy": _bytes(shapes), "sum": _bytes(sums)}
+
+    def kept(self, *args: Any) -> int:
+        """The bytes that are kept for all rows, however many micro-batches; 0 where the loss does not tell."""
+        how = {name: self._options[name] for name in ("has_aux", "batch_argnums", "recompute") if name in self._options}
+        try:
+            return optax_accum.explain(self._loss, *args, **how).kept_bytes or 0
+        except (TypeError, ValueError):  # a loss that cannot be read
+            return 0
+
+
+class _LossStep:
+    def __init__(self, compute: Callable[..., Any], tx: optax.GradientTransformation):
+        self._compute, self._tx = compute, tx
+
+    def lower(self, params: Tree, *args: Any) -> jax.stages.Lowered:
+        state, sharding = _state(self._tx, params)
 
         def step(params: Tree, state: Tree, *args: Any) -> tuple[Tree, Tree, Any]:
-            value, grads = compute(params, *args)
-            updates, state = tx.update(grads, state, params)
+            value, grads = self._compute(params, *args)
+            updates, state = self._tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value
 
-        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=sharding)
-        with compilers.running_on(_mesh(of_params, target)):
-            return jitted.lower(of_params, state, *others)
-
-    def kept() -> int | None:
-        how = {name: options[name] for name in ("has_aux", "batch_argnums", "recompute") if name in options}
-        try:
-            return optax_accum.explain(loss, params, *args, **how).kept_bytes
-        except (TypeError, ValueError):  # a loss that cannot be read
-            return None
-
-    copy, summed = sum(map(_bytes, jax.tree.leaves(params))), _bytes_of_sum(params, options.get("accumulator_dtype"))
-    return Builder(lower, rows_of((params, *args), batch), copy, summed, kept)
-
-
-def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequence[int] = 1) -> Builder:
-    """Returns the builder of a jitted train step.
-
-    The step may be one of `optax_accum.flax`.
-
-    Args:
-      step: `step(num_microbatches)` returns the jitted step.
-      *args: its arguments, or their shapes (`jax.eval_shape`,
-        `nnx.eval_shape`): state, batch, key; or model, optimizer, batch.
-      batch_argnums: which of them hold the batch, whose rows several
-        devices share. All else is on each device whole, unless it lies on
-        the target's mesh already.
-
-    Returns:
-      A builder.
-
-    Example:
-      With Flax Linen, and with NNX:
-
-          step = lambda k: linen.train_step(fun, num_microbatches=k)
-          of_step(step, state, batch, key)
-
-          step = lambda k: nnx.train_step(fun, num_microbatches=k)
-          of_step(step, model, optimizer, batch, batch_argnums=2)
-
-      Without Flax:
-
-      >>> import jax, jax.numpy as jnp, optax_accum
-      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> w, batch = jnp.ones((8, 8)), jnp.ones((64, 8))
-      >>> step = lambda k: jax.jit(optax_accum.value_and_grad(loss, k))
-      >>> make_step = optax_accum.plan.of_step(step, w, batch)
-      >>> plan = optax_accum.plan_microbatches(
-      ...     make_step, 64, budget="1GB", progress=False)
-      >>> plan.sizes
-      (64,)
-    """
-    batch = positions(batch_argnums, len(args))
-
-    def lower(number: int, target: Target) -> Any:
-        placed = _placed(target, args, batch)
-        with compilers.running_on(_mesh(placed, target)):
-            jitted = step(number)
-            if not hasattr(jitted, "lower"):
-                raise TypeError(f"of_step takes what returns a jitted step: it returned {jitted!r}. Pass it to jax.jit")
-            return jitted.lower(*placed)
-
-    return Builder(lower, rows_of(args, batch))
+        return jax.jit(step, donate_argnums=(0, 1), out_shardings=sharding).lower(params, state, *args)
 
 
 def positions(argnums: Any, count: int) -> tuple[int, ...]:
@@ -184,20 +181,18 @@ def positions(argnums: Any, count: int) -> tuple[int, ...]:
     return tuple(number % count for number in numbers)
 
 
-def rows_of(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
+def rows_of(args: Sequence[Any], batch: Sequence[int]) -> int | None:
     """The rows that all arrays of the batch have; None if they differ."""
-    leaves = jax.tree.leaves([arg for number, arg in enumerate(args) if number in batch])
+    leaves = jax.tree.leaves([args[number] for number in batch])
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}
     return rows.pop() if len(rows) == 1 else None
 
 
-def _placed(target: Target, args: Sequence[Any], batch: Sequence[Name]) -> list[Any]:
-    """The arguments as shapes on the target: rows of the batch over its devices, all else whole on each."""
-    mesh = _mesh(args, target)
-    by_rows = jax.sharding.PartitionSpec(mesh.axis_names[0])
-    whole = jax.sharding.PartitionSpec()
+def _placed(mesh: jax.sharding.Mesh, args: Sequence[Any], batch: Sequence[int]) -> list[Any]:
+    """The arguments as shapes on the mesh: rows of the batch over its first axis, all else whole on each device."""
+    by_rows, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()
 
-    def place(leaf: Any, spec: Any) -> Any:
+    def place(leaf: Any, spec: PartitionSpec) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
         sharding = getattr(leaf, "sharding", None)
@@ -231,25 +226,17 @@ def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """The shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of the results."""
     where = optax_accum.sharding.state_sharding(tx, params)
     shapes = jax.eval_shape(tx.init, params)
-
-    def put(leaf: Any, sharding: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
+    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.tree.map(put, shapes, where), (jax.tree.map(lambda leaf: leaf.sharding, params), where, None)
 
 
-def _bytes_of_sum(params: Tree, dtype: Tree) -> int:
-    """The bytes on a device of a sum of gradients."""
-
-    def wide(leaf: Any, named: Any) -> int:
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return _bytes(leaf, dtypes.accumulator_dtype(leaf.dtype, named)) if inexact else 0
-
-    named = dtypes.named_dtypes(checks.as_float_dtypes("accumulator_dtype", dtype), params)
-    return sum(jax.tree.leaves(jax.tree.map(wide, params, named)))
+def _arrays(params: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
 
 
-def _bytes(leaf: Any, dtype: Any = None) -> int:
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * (dtype or leaf.dtype).itemsize
+def _of_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

@@ -150,10 +150,7 @@ class _Placement:
 
     def __init__(self, params: Tree, to: Tree, mesh: Any, axes: Axes, offload: tuple[str, ...]):
         self.mesh, self.axes, self.offload = mesh, axes, offload
-
-        def keep(node: Any) -> Any:
-            return isinstance(node, NamedSharding)
-
+        keep = lambda node: isinstance(node, NamedSharding)
         inner = jax.tree.leaves(to, is_leaf=keep) if to is not None else jax.tree.leaves(params)
         self.params = [
             (path, leaf.shape, _whole_spec(meshes.spec_of(leaf), leaf.ndim), _target(other, leaf.ndim))
@@ -163,10 +160,7 @@ class _Placement:
     def of(self, state: Tree) -> Tree:
         """The sharding of each leaf: our own states field by field, all else by the parameter that it belongs to."""
         paths = jax.tree.map_with_path(lambda path, _: path, state)
-
-        def like_param(leaf: Any, path: Any) -> Any:
-            return self._like_param(path, leaf)
-
+        like_param = lambda leaf, path: self._like_param(path, leaf)
         return map_states(lambda node, _: self._fields(node), state, paths, others=like_param)
 
     def _fields(self, state: AccumulationState) -> AccumulationState:
@@ -188,10 +182,7 @@ class _Placement:
 
     def _by_path(self, tree: Tree, field: str, *, partial: bool = False, sharded: bool = False) -> Tree:
         memory = "pinned_host" if field in self.offload else None
-
-        def place(path: Any, leaf: Any) -> NamedSharding:
-            return self._like_param(path, leaf, partial=partial, sharded=sharded, memory=memory)
-
+        place = lambda path, leaf: self._like_param(path, leaf, partial=partial, sharded=sharded, memory=memory)
         return jax.tree.map_with_path(place, tree)
 
     def _like_param(

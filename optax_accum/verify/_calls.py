@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._arguments.callables import as_function
-from optax_accum._arguments.draws import hidden_draws
-from optax_accum._core.leaves import short
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree, short
+from optax_accum._shared.checks import as_function
+from optax_accum._shared.draws import hidden_draws
 from optax_accum.verify import _carries as carries
 from optax_accum.verify import _foreign as foreign
 from optax_accum.verify._carries import Numbers, Path, epsilons, is_inexact, wide
@@ -67,10 +66,7 @@ class StepRunner:
     def settle(self, batches: Sequence[Tree]) -> None:
         """Runs the same calls twice. If results differ, the step has hidden state: each run builds it anew."""
         runs = [self.run(*([batch] for batch in (*batches, batches[0]))) for _ in range(2)]
-
-        def same(a: Any, b: Any) -> Any:
-            return a.keys() == b.keys() and all(np.array_equal(a[path], b[path], equal_nan=True) for path in a)
-
+        same = lambda a, b: a.keys() == b.keys() and all(np.array_equal(a[path], b[path], equal_nan=True) for path in a)
         self._fresh = self._fresh or not all(map(same, *runs))
         if not self.is_jax:
             self.carry = foreign.begun(self.carry, self._end)
@@ -192,10 +188,7 @@ def nudged(batch: Tree, number: int) -> Tree:
     Whole numbers stay, since they may be labels or paddings: a part of the step may round them down.
     """
     random = np.random.default_rng(number)
-
-    def whole(leaf: Any) -> Any:
-        return np.array_equal(wide(leaf), np.round(wide(leaf)))
-
+    whole = lambda leaf: np.array_equal(wide(leaf), np.round(wide(leaf)))
     return jax.tree.map(
         lambda leaf: _off(leaf, random) if number and _is_fine(leaf) and not whole(leaf) else leaf, batch
     )
@@ -204,13 +197,8 @@ def nudged(batch: Tree, number: int) -> Tree:
 def nudged_at(carry: Tree, paths: Collection[Path], number: int) -> Tree:
     """Moves arrays at these paths by a few of their last digits; for number 0, none."""
     random = np.random.default_rng(number)
-
-    def asked(path: Any, leaf: Any) -> Any:
-        return number and _is_fine(leaf) and tuple(map(carries.key_name, path)) in paths
-
-    def nudge(path: Any, leaf: Any) -> Any:
-        return _off(leaf, random) if asked(path, leaf) else leaf
-
+    asked = lambda path, leaf: number and _is_fine(leaf) and tuple(map(carries.key_name, path)) in paths
+    nudge = lambda path, leaf: _off(leaf, random) if asked(path, leaf) else leaf
     return carry if _stands_twice(carry) else jax.tree.map_with_path(nudge, carry)
 
 
@@ -264,10 +252,7 @@ def _copied(carry: Tree) -> Tree:
 def _stands_twice(carry: Tree) -> bool:
     """Whether a variable of NNX stands in two places of a carry."""
     nnx = sys.modules.get("flax.nnx")
-
-    def is_variable(node: Any) -> bool:
-        return nnx is not None and isinstance(node, nnx.Variable)
-
+    is_variable = lambda node: nnx is not None and isinstance(node, nnx.Variable)
     variables = list(filter(is_variable, jax.tree.leaves(carry, is_leaf=is_variable)))
     return len(set(map(id, variables))) < len(variables)
 

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arguments.rows import is_split
-from optax_accum._core.leaves import is_key
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree, is_key
 from optax_accum.verify import _foreign as foreign
 
 Path = tuple[str, ...]
@@ -118,13 +116,8 @@ def common_end(path: Path, other: Path) -> int:
 def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
     """Each path -> the same, plain, with a last number that counts from the end of its list."""
     ends = {path: plain(path) for path in paths}
-
-    def last(parent: Any) -> Any:
-        return max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
-
-    def end(path: Any) -> Any:
-        return (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
-
+    last = lambda parent: max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
+    end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
     return {path: end(of) for path, of in ends.items()}
 
 
@@ -132,12 +125,9 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
     """Yields `(path, numbers, put)` of each float leaf with rows; `put(new)` is the batch with that leaf replaced."""
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
         dtype = getattr(leaf, "dtype", jnp.result_type(leaf))
-        if is_split(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
+        if np.ndim(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
             as_it_came = functools.partial((np if isinstance(leaf, np.ndarray) else jnp).asarray, dtype=dtype)
-
-            def put(new: Any, number: Any = number, as_it_came: Any = as_it_came) -> Any:
-                return _put(batch, number, as_it_came(new))
-
+            put = lambda new, number=number, as_it_came=as_it_came: _put(batch, number, as_it_came(new))
             yield jax.tree_util.keystr(path), wide(leaf), put
 
 

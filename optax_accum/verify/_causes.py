@@ -1,7 +1,6 @@
 """Why the runs of a step differ: the faults of the table, asked in its order."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -56,12 +55,8 @@ def _of_first(runs: StepErrors) -> Cause | None:
 
 
 def _of_second(runs: StepErrors) -> Cause | None:
-    def later(ends: Any) -> Any:
-        return runs.rooted({name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]})
-
-    def of_one(*windows: Any) -> Any:
-        return runs.changes(runs.one, *([runs.of(rows)] for rows in windows))
-
+    later = lambda ends: runs.rooted({name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]})
+    of_one = lambda *windows: runs.changes(runs.one, *([runs.of(rows)] for rows in windows))
     first, rows = runs.even_rows
     at_first = of_one(rows)
 
@@ -70,9 +65,7 @@ def _of_second(runs: StepErrors) -> Cause | None:
         one, cut = map(runs.from_later, (runs.one, runs.cut), calls)
         return within(runs.compared([cut], [rows], [one]))
 
-    def parts() -> list[Change]:
-        return [later(of_one(first, part)) for part in runs.even(1)]
-
+    parts = lambda: [later(of_one(first, part)) for part in runs.even(1)]
     changes = later(runs.ends), runs.rooted(mean(runs.ones[0])), later(runs.ones), runs.rooted(mean(*at_first))
     return _cause(explained_second(Second(runs.explanations, *changes, alone, parts)))
 

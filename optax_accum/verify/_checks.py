@@ -2,11 +2,11 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
-from optax_accum._arguments import checks
-from optax_accum._arguments.rows import check_groups, count_rows
-from optax_accum._core.types import Tree
+from optax_accum._shared import checks
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify._errors import StepErrors
 from optax_accum.verify._faults import NOT_TOLD, SHARED_KEY
 from optax_accum.verify._report import Cause
@@ -20,14 +20,26 @@ def check_batch(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
     if every < 2:
         raise ValueError(f"There must be a window to compare: every={every}. Pass 2 or more.")
     checks.as_count("group_size", group_size)
-    rows, needed = count_rows(batch, named=False), 2 * every * group_size
+    rows, needed = _count_rows(batch), 2 * every * group_size
     if rows < needed:
         raise ValueError(
             f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every="
             f"{every} micro-batches: the batch has {rows}. Pass a batch of {needed}."
         )
-    check_groups("the batch has", rows, group_size)
+    checks.check_groups("the batch has", rows, group_size)
     return every, rows // group_size
+
+
+def _count_rows(batch: Tree) -> int:
+    """The rows that all leaves with an axis have; scalars stay whole."""
+    sizes = {jax.tree_util.keystr(path): len(leaf) for path, leaf in jax.tree.leaves_with_path(batch) if np.ndim(leaf)}
+    if not sizes:
+        raise ValueError("A batch must have a leaf with rows, and it holds scalars only. Pass an array of examples.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"All leaves of a batch must have the same number of rows: {sizes}. Close over any other.")
+    if not (rows := max(sizes.values())):
+        raise ValueError(f"A batch must have rows: there are 0 in {', '.join(sizes)}. Pass some.")
+    return rows
 
 
 def check_reference(runs: StepErrors) -> Cause | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify._calls import nudged, nudged_at
 from optax_accum.verify._carries import floats, largest, moved, moved_apart
 from optax_accum.verify._explanations import Change
@@ -107,10 +107,7 @@ class StepErrors(StepRuns):
         """
         k, rows, times = self.cut.every, self.even()[0], self.more
         equal = [np.full_like(rows, rows[0]) if self.within_call else rows] * k
-
-        def changes(steps: Any, calls: Any) -> Any:
-            return self.changes(steps, calls, times=times)[0]
-
+        changes = lambda steps, calls: self.changes(steps, calls, times=times)[0]
         one, whole = (changes(self.one, [self.of(rows)]) for rows in (equal[0], np.concatenate(equal)))
         cut = changes(self.cut, self.calls(equal))
         names = [name for slot in self.explanations.linear for name in self.slots[slot]]
@@ -158,10 +155,7 @@ class StepErrors(StepRuns):
 
         Adam moves them all the same, as the bias of keys in attention: they are judged by their moments.
         """
-
-        def same(leaf: Any) -> Any:
-            return leaf.param == name and leaf.start.shape == slack[name].shape
-
+        same = lambda leaf: leaf.param == name and leaf.start.shape == slack[name].shape
         moments = [n for n in self.judged if same(self.leaves[n]) and (np.any(whole[n]) or np.any(cut[n]))]
         rounds = [np.all(np.abs(whole[n]) <= slack[n], 0) for n in moments]
         return np.all(rounds, 0) if rounds else np.zeros(slack[name].shape, bool)
@@ -181,10 +175,7 @@ class StepErrors(StepRuns):
             params = {leaf.one for leaf in self.params.values()}
             off = functools.partial(nudged_at, paths=params, number=number)
             start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None, start=off)
-
-            def change(later: Any) -> Any:
-                return {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
-
+            change = lambda later: {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
             return list(map(change, seen[len(lead) :]))
 
         plain, *others = map(run, range(5))

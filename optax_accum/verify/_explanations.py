@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
@@ -69,10 +68,7 @@ class Explanations:
     def roots(self) -> list[str]:
         """The roots of second moments, which never fall."""
         squares = [slot for slot in self.slots if slot != "params" and not self.falls(slot)]
-
-        def rooted(slot: Any) -> Any:
-            return all(ROOT + name in self.whole for name in self.slots[slot])
-
+        rooted = lambda slot: all(ROOT + name in self.whole for name in self.slots[slot])
         roots = [ROOT + slot for slot in squares if rooted(slot)]
         return roots if self.few else list(filter(self.large, roots))
 
@@ -124,10 +120,7 @@ class Explanations:
         self, slot: str, names: list[str] | None = None, of: Change | None = None
     ) -> tuple[list[float], float]:
         """How much each micro-batch counts in a change (the whole's by default), and how far it is from their sum."""
-
-        def vector(change: Any) -> Any:
-            return self.vector(change, slot, names)
-
+        vector = lambda change: self.vector(change, slot, names)
         columns, whole = np.stack([*map(vector, self.parts), vector(self.drift)], axis=1), vector(of or self.whole)
         if self.partial:
             known = np.isfinite(whole) & np.all(np.isfinite(columns), 1)
@@ -201,13 +194,8 @@ class Explanations:
 
     def rounds(self, found: Change) -> bool:
         """Whether a sum of these micro-batches in bfloat16 could be as far from the whole batch's."""
-
-        def sizes(slot: Any) -> Any:
-            return np.sum([np.abs(self.vector(part, slot)) for part in self.parts], axis=0)
-
-        def off(slot: Any) -> Any:
-            return np.abs(self.vector(found, slot) - self.vector(self.whole, slot))
-
+        sizes = lambda slot: np.sum([np.abs(self.vector(part, slot)) for part in self.parts], axis=0)
+        off = lambda slot: np.abs(self.vector(found, slot) - self.vector(self.whole, slot))
         return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in self.sums)
 
     def _between(self, slot: str) -> bool:
@@ -227,10 +215,7 @@ class Explanations:
             return self._off(union, before + share * step, None) < self.near and (same or EDGE < share < 1 - EDGE)
 
         drift = self.vector(self.drift, slot)
-
-        def added(before: Any, part: Any, union: Any) -> Any:
-            return self._off(union, before + part, drift) < self.near
-
+        added = lambda before, part, union: self._off(union, before + part, drift) < self.near
         return all(between(*step) for step in steps) or all(added(*step) for step in steps)
 
     def falls(self, slot: str) -> bool:

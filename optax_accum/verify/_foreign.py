@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 
 
 class Kept(NamedTuple):
@@ -21,10 +21,7 @@ class Kept(NamedTuple):
 
 def is_jax(carry: Tree) -> bool:
     """Whether a step is JAX's, by its carry: no NumPy array in it, and nothing of PyTorch's."""
-
-    def foreign(leaf: Any) -> Any:
-        return isinstance(leaf, np.ndarray) or is_tensor(leaf) or is_held(leaf)
-
+    foreign = lambda leaf: isinstance(leaf, np.ndarray) or is_tensor(leaf) or is_held(leaf)
     return not any(map(foreign, jax.tree.leaves(carry)))
 
 
@@ -136,9 +133,7 @@ def _numbers(tensor: Any) -> np.ndarray:
 
 
 def _of_module(module: Any, _: dict[int, str]) -> Tree:
-    def of(pairs: Any) -> Any:
-        return {name: _numbers(tensor) for name, tensor in pairs}
-
+    of = lambda pairs: {name: _numbers(tensor) for name, tensor in pairs}
     return {"params": of(module.named_parameters()), "buffers": of(module.named_buffers())}
 
 

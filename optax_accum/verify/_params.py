@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify import _carries as carries
 from optax_accum.verify._carries import Path, inside, is_inexact, leaves_of, named, plain, states, wide
 
@@ -36,10 +36,7 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
     start, then = carries.numbers(one), carries.numbers(cut)
     epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in leaves_of(one) if is_inexact(leaf)}
-
-    def leaf(slot: Any, path: Any, other: Any, drift: Any, param: Any = "") -> Any:
-        return Leaf(slot, path, other, epsilons[path], start[path], drift, param)
-
+    leaf = lambda slot, path, other, drift, param="": Leaf(slot, path, other, epsilons[path], start[path], drift, param)
     leaves = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
     for path, other in carries.aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
@@ -55,10 +52,7 @@ def check(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> None:
     """Raises unless both carries begin with the same parameters."""
     (_, params), (_, others) = params_of(one, find_one), params_of(cut, find_cut)
     start, then = carries.numbers(one), carries.numbers(cut)
-
-    def same(name: Any) -> Any:
-        return np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
-
+    same = lambda name: np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
     if params.keys() != others.keys() or not all(map(same, params)):
         what = f"other values of {_listed(params)}" if params.keys() == others.keys() else _listed(others)
         raise ValueError(
@@ -123,10 +117,7 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
     owner = {path: _owner(plain(path), np.shape(leaf), both)[1] for path, leaf in leaves.items()}
     mirrors |= {path for path, name in owner.items() if name and np.shape(leaves[path]) == shapes[name]}
     starts = list(map(wide, initial.values()))
-
-    def begins(leaf: Any) -> Any:
-        return not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
-
+    begins = lambda leaf: not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
     owned = {path for path in inside(leaves, states(carry)) if owner[path]}
     return owned | {path for path in mirrors if begins(wide(leaves[path]))}
 
@@ -230,10 +221,7 @@ def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]
 def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[list[Path]]:
     """The parts that hold more than zeros and copies of other parts' arrays; an average begins as such a copy."""
     kept: list[list[Path]] = []
-
-    def is_average(part: Any) -> bool:
-        return any(word in part[0][0].lower() for word in AVERAGES)
-
+    is_average = lambda part: any(word in part[0][0].lower() for word in AVERAGES)
     for part in sorted(parts, key=lambda part: (is_average(part), len(part))):
         known = [wide(leaves[path]) for paths in kept for path in paths]
         values = [wide(leaves[path]) for path in part]

@@ -1,7 +1,7 @@
 """Probes, one for each fault that runs of its own reveal. Each returns its evidence, or an empty string."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -112,10 +112,7 @@ def _averages(runs: StepErrors) -> str:
             moved.setdefault(leaf.slot, {})[name] = leaf.cut
     for other in others if moved else ():
         there = runs.cut.run(*runs.lead(runs.cut), runs.calls(runs.even()), [other])[-1]
-
-        def same(paths: Any, there: Any = there) -> Any:
-            return all(np.array_equal(here[path], there[path]) for path in paths.values())
-
+        same = lambda paths, there=there: all(np.array_equal(here[path], there[path]) for path in paths.values())
         moved = {slot: paths for slot, paths in moved.items() if same(paths)}
     names = sorted(name for paths in moved.values() for name in paths)
     says = f"{', '.join(names[:3])} moved at micro-step {k + 1}, which holds, by the same whatever the micro-batch."
@@ -174,10 +171,7 @@ def left_out(o: Other) -> str:
     if not runs.within_call or len(kept) == len(rows):
         return ""
     (of_kept,) = runs.changes(runs.one, [runs.of(kept)])
-
-    def far(other: Any) -> Any:
-        return e.far(o.w.found, other, o.w.linear or list(e.slots))
-
+    far = lambda other: e.far(o.w.found, other, o.w.linear or list(e.slots))
     if not far(runs.rooted(mean(of_kept))) < min(e.near, far(e.whole) / 4):
         return ""
     rest = (len(rows) - len(kept)) * runs.group_size
@@ -281,10 +275,7 @@ def uncompared(runs: StepErrors) -> list[str]:
     """Leaves that the reference changes and that are not compared with the windows: sums, statistics, metrics."""
     compared = {runs.leaves[name].one for names in runs.slots.values() for name in names}
     before, *_, after = runs.seen_whole
-
-    def changed(path: Any) -> Any:
-        return path not in compared and not np.array_equal(before[path], after[path])
-
+    changed = lambda path: path not in compared and not np.array_equal(before[path], after[path])
     leaves = carries.leaves_of(runs.one.carry)
     missed = [carries.named(path) for path, leaf in leaves if carries.is_inexact(leaf) and changed(path)]
     more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""

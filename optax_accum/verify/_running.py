@@ -16,10 +16,7 @@ def distance(e: Explanations, slot: str, found: Change, opposite: Change) -> flo
     The limit is the length of what came out, without as much decay as makes both orders equally long. If the reference
     clips, too, nobody knows how long the gradients were: one scale of them all is sought.
     """
-
-    def entries(change: Change) -> np.ndarray:
-        return np.concatenate([change[name].reshape(-1) for name in e.names(slot)])
-
+    entries = lambda change: np.concatenate([change[name].reshape(-1) for name in e.names(slot)])
     (a, b), drift = map(entries, (found, opposite)), entries(e.drift)
     along = float(2 * (a - b) @ drift)
     decay = float(a @ a - b @ b) / along * drift if along else 0 * drift
@@ -33,9 +30,7 @@ def distance(e: Explanations, slot: str, found: Change, opposite: Change) -> flo
 
 def _nearest(terms: list[np.ndarray], ends: list[np.ndarray], limit: float) -> float:
     """The distance of both ends from running sums of the terms, at the best scale of these."""
-
-    def clipped(acc: np.ndarray) -> np.ndarray:
-        return acc * min(1.0, limit / max(float(np.linalg.norm(acc)), 1e-300))
+    clipped = lambda acc: acc * min(1.0, limit / max(float(np.linalg.norm(acc)), 1e-300))
 
     def far(scale: float) -> float:
         sums = [

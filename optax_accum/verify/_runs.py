@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_accum._arguments.rows import of_rows
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify import _carries as carries
 from optax_accum.verify import _params as step_params
 from optax_accum.verify._calls import StepRunner, as_is, put_back
@@ -45,7 +44,7 @@ class StepRuns:
     def of(self, rows: np.ndarray) -> Tree:
         """Rows of the batch; where a row is a group, all rows of the group."""
         rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
-        return of_rows(lambda leaf: leaf[rows], self.batch)
+        return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) else leaf, self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
         """The arguments of the step in a window: the whole batch if it cuts within the call, else each micro-batch."""
@@ -110,10 +109,7 @@ class StepRuns:
             return False
         windows = *self.lead(self.one), [self.of(np.arange(self.count))]
         runs = [self.one.run(*windows, draw=draw) for draw in range(1, 9)]
-
-        def change(run: Any, leaf: Any) -> Any:
-            return run[-1][leaf.one] - run[0][leaf.one]
-
+        change = lambda run, leaf: run[-1][leaf.one] - run[0][leaf.one]
         return any(
             not np.array_equal(change(runs[0], leaf), change(run, leaf))
             for leaf in self.leaves.values()
@@ -155,20 +151,14 @@ class StepRuns:
     def moved(self) -> list[int]:
         """The calls of two windows at which parameters changed."""
         pairs = enumerate(itertools.pairwise(self.seen), start=1)
-
-        def same(a: Any, b: Any, leaf: Any) -> Any:
-            return np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
-
+        same = lambda a, b, leaf: np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
         return [n for n, (a, b) in pairs if not all(same(a, b, leaf) for leaf in self.params.values())]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[str]]:
         """The parameters, and their mirrors in the optimizer's state; no leaf that changes while held, as sums do."""
         first = self.seen[: 1 if self.within_call else self.cut.every]
-
-        def held(leaf: Any) -> Any:
-            return all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
-
+        held = lambda leaf: all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
         slots: dict[str, list[str]] = {}
         for name, leaf in self.leaves.items():
             if leaf.slot == "params" or held(leaf):
@@ -234,13 +224,8 @@ class StepRuns:
     def rooted(self, change: Change) -> Change:
         """Adds the roots of the parameters' mirrors to a change, with the gradient's sign: minus the parameter's."""
         mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
-
-        def alike(name: Any, leaf: Any) -> Any:
-            return leaf.param and change[leaf.param].shape == change[name].shape
-
-        def sign(name: Any, leaf: Any) -> Any:
-            return -np.sign(change[leaf.param]) if alike(name, leaf) else 1
-
+        alike = lambda name, leaf: leaf.param and change[leaf.param].shape == change[name].shape
+        sign = lambda name, leaf: -np.sign(change[leaf.param]) if alike(name, leaf) else 1
         roots = {ROOT + n: sign(n, leaf) * np.sqrt(np.abs(change[n])) for n, leaf in mirrors.items()}
         return change | roots
 
@@ -248,10 +233,7 @@ class StepRuns:
     def scales(self) -> dict[str, float]:
         """The size of each leaf's change, at least 1 % of the largest in its slot."""
         sizes = {name: max(largest(mean(change)[name]) for change in self.ones) for name in self.leaves}
-
-        def most(slot: Any) -> Any:
-            return max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
-
+        most = lambda slot: max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
         return {name: max(sizes[name], 0.01 * most(leaf.slot)) or 1.0 for name, leaf in self.leaves.items()}
 
     @functools.cached_property
@@ -261,23 +243,14 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """The changes that these micro-batches would make, together and each alone."""
-
-        def alone(rows: Any) -> Any:
-            return self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
-
+        alone = lambda rows: self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
         drift |= {ROOT + name: np.zeros_like(leaf.drift) for name, leaf in self.leaves.items()}
         scales = self.scales | {ROOT + name: scale**0.5 for name, scale in self.scales.items()}
         whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
-
-        def between() -> Any:
-            return [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
-
+        between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
         loose, fine = (max(near, self.rtol) for near in ((0.25, 0.25) if self.random else (NEAR, 0.0)))
-
-        def unions() -> Any:
-            return [each[0], *between(), whole]
-
+        unions = lambda: [each[0], *between(), whole]
         return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine, self._counts(parts))
 
     def _counts(self, parts: Rows) -> list[list[float]]:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from optax_accum._arguments import checks
-from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import Tree
 from optax_accum.verify import _causes as why
 from optax_accum.verify import _faults as faults
 from optax_accum.verify import _foreign as foreign
@@ -161,7 +160,7 @@ def verify_step(
     """
     arrays = foreign.opened("batch", batch)
     every, count = check_batch(arrays, every, group_size)
-    rtol = checks.as_tolerance("rtol", rtol)
+    rtol = _as_tolerance(rtol)
     cut, one = StepRunner(make_step, batch, every), None if optimizer or loss else StepRunner(make_step, batch, 1)
     finds = params, params
     if one is None:
@@ -244,3 +243,9 @@ def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[
         yield even[: -(-k // 2)], True
     elif not runs.within_call:
         notes.append("a window that ends early: make_step returns no last_step")
+
+
+def _as_tolerance(rtol: Any) -> float | None:
+    if rtol is None or (hasattr(rtol, "__float__") and 0 < float(rtol) < float("inf")):
+        return None if rtol is None else float(rtol)
+    raise ValueError(f"rtol must be a finite number above 0: rtol={rtol!r}. Leave it out for its default.")

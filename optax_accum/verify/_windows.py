@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from optax_accum.verify import _running as running
 from optax_accum.verify._explanations import MORE, Change, Explanations
@@ -101,10 +100,7 @@ def _beside_the_gradient(w: WindowView) -> Iterator[Said]:
         yield "optimizer at each micro-step", says
     if says := w.rounded():
         yield "low-precision sum", says
-
-    def far(change: Any, slot: Any) -> Any:
-        return w.e.distance(w.found, change, slot)
-
+    far = lambda change, slot: w.e.distance(w.found, change, slot)
     if any(far(w.e.mean, slot) < min(w.e.near, far(w.e.whole, slot) / 4) for slot in w.e.slots) and w.coupling():
         yield "coupled examples", w.coupling()
 

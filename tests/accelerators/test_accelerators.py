@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import accelerators as facts
-from optax_accum import accelerators, plan_microbatches
+from optax_accum import accelerators, plan
 from optax_accum.accelerators import _absent as absent
 from optax_accum.accelerators import _targets as targets
 from optax_accum.accelerators import count_traffic
@@ -386,8 +386,11 @@ def test_what_fits_there(name):
     """Of a GPU that is not here JAX takes three quarters, as one that is here says itself."""
     alone = programs.target(name).one()
     step, rows = jax.jit(lambda x: jnp.sin(x) + 1), jnp.ones((8, 128))
-    found = plan_microbatches(lambda _, target: step.lower(target.shapes(rows)), 8, target=alone, progress=False)
+    how = {"batch_argnums": 0, "run": False, "target": alone, "progress": False}
+    found = plan.fit(lambda _: step, rows, **how)
     assert (found.num_microbatches, found.rows[0]["arguments"]) == (1, rows.nbytes)
     assert found.budget == int(alone.memory * (0.75 if name == "h100" else 1))
-    with pytest.raises(ValueError, match="must lower for all devices of the target.*a parameter `target` is given it"):
-        plan_microbatches(lambda _: step.lower(rows), 8, target=alone, progress=False)
+    lowered_here = step.lower(rows)
+    elsewhere = types.SimpleNamespace(lower=lambda rows: lowered_here)
+    with pytest.raises(ValueError, match="must be lowered for all devices of the target.*name no other devices"):
+        plan.fit(lambda _: elsewhere, rows, **how)

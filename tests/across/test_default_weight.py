@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 RANDOM = np.random.default_rng(0)
 BATCH = {
@@ -173,7 +172,6 @@ def unguarded(w, batch):
     return jnp.sum(batch["mask"] * errors(w, batch)) / jnp.sum(batch["mask"])
 
 
-@needs_devices
 @pytest.mark.parametrize(("devices", "sizes"), [(4, (12,)), *sweep([(1, (12,)), (2, (12,)), (2, (4, 8))])], ids=str)
 @pytest.mark.parametrize("loss", [masked, *sweep([unguarded])])
 def test_each_device_weighs_its_own_rows(loss, devices, sizes):
@@ -182,14 +180,12 @@ def test_each_device_weighs_its_own_rows(loss, devices, sizes):
 
 
 @pytest.mark.sweep
-@needs_devices
 def test_a_device_of_padding_alone_counts_nothing_with_every_1(monkeypatch):
     """Its loss is 0 / 0."""
     monkeypatch.setitem(BATCH, "mask", np.float32([0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 0]))
     np.testing.assert_allclose(over(4, unguarded, (12,)), W - jax.grad(unguarded)(W, BATCH), rtol=1e-5)
 
 
-@needs_devices
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -210,7 +206,6 @@ def test_several_devices_are_several_micro_batches_with_every_1(loss, message):
 
 
 @pytest.mark.sweep
-@needs_devices
 def test_a_sum_with_every_1_is_read_over_devices_too():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduction="sum", devices="data")
     np.testing.assert_allclose(over(2, total, (12,), tx), W - jax.grad(total)(W, BATCH), rtol=1e-5)
@@ -219,7 +214,6 @@ def test_a_sum_with_every_1_is_read_over_devices_too():
     over(2, normalised, (12,), tx, exact=False)  # the remedy
 
 
-@needs_devices
 @pytest.mark.parametrize("outside", [[], *sweep([[optax.identity()]])], ids=["a window", "a window inside a chain"])
 def test_a_window_of_one_call_in_a_shard_map_of_the_user_has_several_micro_batches_too(outside):
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, devices="data")

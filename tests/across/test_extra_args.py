@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
 from optax_accum import checkpoint, sharding
-from tests import versions
 from tests.across.test_optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.quick
@@ -64,7 +63,6 @@ def mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@versions.needs_devices
 @pytest.mark.parametrize("of", ["one device", "all devices"])
 def test_a_tree_over_devices(of):
     """Eight devices: one metric of each, or one that all have."""
@@ -84,7 +82,6 @@ def test_a_tree_over_devices(of):
     np.testing.assert_allclose(moved.mean_args["metric"].mean["w"], [[each.mean()]], rtol=1e-6)
 
 
-@versions.needs_devices
 def test_a_tree_inside_a_shard_map():
     inner = optax.chain(newton(), optax.contrib.reduce_on_plateau())
     examples = {"metric": METRIC, "value": 0.0}
@@ -208,7 +205,6 @@ def test_a_grad_of_another_tree_is_passed_on():
         assert seen[-1]["grad"] is other
 
 
-@versions.needs_devices
 def test_the_gradient_by_name_over_devices():
     seen = []
     with jax.set_mesh(mesh()):

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
 from optax_accum import batching, sharding
-from tests import versions
 from tests.pairs import every_pair
 
 pytestmark = pytest.mark.quick
@@ -256,7 +255,6 @@ def mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@versions.needs_devices
 def test_a_window_over_devices():
     """Its mean so far, its weight, its end and what is left of it are those of all devices."""
     rows = np.random.default_rng(0).normal(size=(5, 8, 2)).astype(np.float32)
@@ -280,7 +278,6 @@ def test_a_window_over_devices():
     assert (left.gradient_step, left.discarded, left.batches, left.mini_step) == (1, 1, 6, 1)
 
 
-@versions.needs_devices
 def test_a_window_inside_a_shard_map():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), batching.every_by_weight(16), devices="data")
 

@@ -19,7 +19,6 @@ from optax_accum import batching, statistics
 from optax_accum.accelerators import count_traffic
 from tests import programs
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 SIZES = (1, 2, 5)
 GROUPS = statistics.Options(decay=0.5, groups={"a": "first", "b": "second"})
@@ -513,9 +512,7 @@ def test_a_state_of_other_groups():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "devices", [False, *sweep([pytest.param(True, marks=needs_devices)])], ids=["one device", "several"]
-)
+@pytest.mark.parametrize("devices", [False, *sweep([True])], ids=["one device", "several"])
 def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
     """By both mechanisms, and for the state of each, whose names they are."""
     first, second = (jax.random.normal(jax.random.key(i), (3, 3)) for i in range(2))

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests import programs, tiers
 from tests.engine import convolutions
-from tests.versions import needs_devices
 
 LAST, FIRST = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
 CANONICAL = {"[b, f]x[i, o]->[b, f]", "[b, 0, f]x[0, i, o]->[b, 0, f]", "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
@@ -308,7 +307,6 @@ def test_for_an_accelerator_nothing_changes(name, monkeypatch):
 
 
 @pytest.mark.sweep
-@needs_devices
 @pytest.mark.parametrize(
     ("name", "axis_type"),
     [("loss", AxisType.Auto), ("with a rule", AxisType.Explicit), ("normalised", AxisType.Explicit)],

@@ -175,8 +175,7 @@ def test_what_is_no_optimizer():
 
 def test_it_is_planned_with_its_largest_program():
     nodes = made(2)
-    make_step = optax_accum.plan.of_step(lambda k: jit_step(of_package()), *nodes, BATCHES[0], batch_argnums=2)
-    plan = optax_accum.plan_microbatches(make_step, 4, budget="1GB", candidates=[1], progress=False)
-    assert plan.num_microbatches == 1
+    fit = functools.partial(optax_accum.plan.fit, lambda k: jit_step(of_package()), *nodes, BATCHES[0], batch_argnums=2)
+    assert fit(run=False, budget="1GB", candidates=[1], progress=False).num_microbatches == 1
     with pytest.raises(TypeError, match="that of jit_step, which runs another"):
-        optax_accum.plan.fit(lambda k: jit_step(of_package()), *nodes, BATCHES[0], batch_argnums=2, progress=False)
+        fit(progress=False)

@@ -18,7 +18,6 @@ import optax_accum
 from optax_accum import flax as accum
 from tests.flax_problems import RNG, X, Y, created, rows_of
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 MASK = np.array([0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 0], "f")
 W = RNG.normal(size=(6, 3)).astype("f")
@@ -127,7 +126,6 @@ def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
     assert_whole(trained(fractional, window(), SIZES, jax.device_put), fractional)
 
 
-@needs_devices
 @pytest.mark.parametrize(("step", "deferred", "kind"), sweep(OVER_DEVICES, but=IN_EACH_RUN))
 def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
     """Once per call, with the gradient; or in partial sums, of which each device's is weighed by it."""
@@ -138,7 +136,6 @@ def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
         assert_whole(STEPS[step](fractional, tx, (4, 8), place, num_microbatches=2, **options), fractional)
 
 
-@needs_devices
 @pytest.mark.parametrize(("devices", "cut"), [(4, 1), *sweep([(2, 3), (1, 2), (1, 1)])], ids=str)
 @each
 def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices, cut):
@@ -202,7 +199,6 @@ def test_losses_of_an_optimizer_that_takes_a_sum_are_added(trained):
 
 
 @pytest.mark.sweep
-@needs_devices
 @each
 def test_losses_are_added_over_devices_and_micro_batches_too(trained):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -305,7 +301,6 @@ def kept_in_nnx(rows, tx):
     return model.w[...]
 
 
-@needs_devices
 @pytest.mark.parametrize("kept", [kept_in_linen, kept_in_nnx], ids=STEPS)
 def test_devices_have_masks_of_their_own(kept, two_devices):
     """In the place of one another, too; and micro-batches of one device have those of its rows."""
@@ -314,7 +309,6 @@ def test_devices_have_masks_of_their_own(kept, two_devices):
     assert len(np.unique(np.asarray(masks), axis=0)) == 2 * EACH
 
 
-@needs_devices
 @pytest.mark.parametrize("sizes", [(12,), (4, 8)], ids=str)
 @each
 def test_a_mask_that_micro_batches_of_a_device_share_unevenly(trained, sizes, two_devices, monkeypatch):

@@ -32,12 +32,8 @@ WITH_EXAMPLES = [
 
 def why_not(code):
     """What the JAX or the Flax that is here cannot do of the code of a page."""
-    if versions.JAX < (0, 7, 2) and re.search(r"devices=|set_mesh|shard_map", code):
-        return "JAX 0.7.2: everything over devices"
     if versions.JAX < (0, 11) and "overlap=True" in code:
         return "JAX 0.11: overlap"
-    if re.search(r"from flax|optax_accum.flax", code) and versions.flax_before(0, 11):
-        return "Flax 0.11"
     return None
 
 
@@ -48,10 +44,6 @@ def test_most_rooms_have_examples():
 @pytest.mark.quick
 @pytest.mark.parametrize("room", WITH_EXAMPLES)
 def test_the_examples_of_the_docstrings(room):
-    if versions.JAX < (0, 7, 2) and room in ("_space.several", "sharding._shardings", "checkpoint._resume"):
-        pytest.skip("JAX 0.7.2: everything over devices")
-    if room.startswith("flax.") and versions.flax_before(0, 11):
-        pytest.skip("Flax 0.11")
     module = importlib.import_module(f"optax_accum.{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0

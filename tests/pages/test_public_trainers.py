@@ -13,7 +13,6 @@ import pytest
 import optax_accum
 from tests import ROOT
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
@@ -249,7 +248,6 @@ def test_a_public_trainer_within_a_call(trainer):
 
 
 @pytest.mark.sweep
-@needs_devices
 def test_a_resnet_under_pmap_with_batch_norm():
     """Each device normalises over its own rows, of which it takes two at a time; gradients and statistics are averaged."""
     params = matrices(stem=(3, 3, 2, WIDTH), block=(3, 3, WIDTH, WIDTH), out=(WIDTH, 2))

@@ -220,7 +220,7 @@ def test_what_cannot_be_fitted():
         fitted(8)
     with pytest.raises(TypeError, match="step_of_k must return a jitted step: it returned .*len.*Pass it to jax.jit"):
         fitted(lambda k: len)
-    with pytest.raises(TypeError, match="that of jit_step, which runs another.*Plan it with plan_microbatches"):
+    with pytest.raises(TypeError, match="that of jit_step, which runs another.*Pass run=False for its plan"):
         fitted(lambda k: optax_accum.jit_step(lambda w, state, x: (w, state)))
     with pytest.raises(TypeError, match="candidates must be several numbers of micro-batches: candidates=4"):
         fitted(candidates=4)

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import math
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +50,29 @@ def divisors(n):
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
+@dataclasses.dataclass
+class Lowers:
+    """A step that is lowered by hand, whatever its arguments."""
+
+    make_step: Callable
+    number: int
+
+    def lower(self, *args):
+        return self.make_step(self.number)
+
+
 def planned(make_step=lower, rows=ROWS, **options):
-    options = {"candidates": divisors(rows), "progress": False, "safety": 1, **options}
-    return optax_accum.plan_microbatches(make_step, rows, **options)
+    options = {"candidates": divisors(rows), "progress": False, "safety": 1, "batch_argnums": 0, **options}
+    return plan.fit(lambda k: Lowers(make_step, k), shape(rows, WIDTH), run=False, **options)
+
+
+def planned_step(step_of_k, *args, **options):
+    options = {"progress": False, "safety": 1, **options}
+    return plan.fit(step_of_k, *args, run=False, **options)
+
+
+def planned_loss(loss, w, x, **options):
+    return planned_step(plan.of_loss(loss, optax.sgd(0.1)), w, x, **options)
 
 
 def in_one_line(found):
@@ -131,8 +152,7 @@ def test_candidates_of_the_same_size_are_one():
     assert numbers(8, range(1, 9)) == [(1, 8, False), (2, 4, False), (3, 3, True), (4, 2, False), (8, 1, False)]
     assert numbers(8) == [(1, 8, False), (2, 4, False), (4, 2, False), (8, 1, False)]
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(8, WIDTH))
-    found = planned(make_step, 8, candidates=[7, 6, 5], budget="1GB")
+    found = planned_loss(loss, shape(WIDTH, WIDTH), shape(8, WIDTH), candidates=[7, 6, 5], budget="1GB")
     assert ([row["num_microbatches"] for row in found.rows], found.sizes) == ([5], (2, 2, 2, 2))
 
 
@@ -224,11 +244,11 @@ def test_a_table_is_monotone_and_says_all():
 def test_what_accumulation_itself_costs(dtype, copies):
     """The sum is float32 or wider; it is told where one loop was compiled, too."""
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2).astype(jnp.float32)
-    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH, dtype=dtype), shape(64, WIDTH, dtype=dtype))
-    found = in_one_line(planned(make_step, 64, candidates=[2], budget="1GB"))
+    args = shape(WIDTH, WIDTH, dtype=dtype), shape(64, WIDTH, dtype=dtype)
+    found = in_one_line(planned_loss(loss, *args, candidates=[2], budget="1GB"))
     assert f"holds one sum of gradients, {copies}; one micro-batch needs none." in found
     assert "does not shrink" not in found
-    assert "sum of gradients" not in str(planned(make_step, 64, candidates=[1], budget="1GB"))
+    assert "sum of gradients" not in str(planned_loss(loss, *args, candidates=[1], budget="1GB"))
     assert "sum of gradients" not in str(table())  # of a step that is not ours
 
 
@@ -244,22 +264,21 @@ def test_what_is_kept_for_all_rows_is_counted_and_named():
     kept = optax_accum.explain(loss, w, x).kept_bytes
     assert kept == rows * ROW  # h, which all rows must have given before one is normalised
     with pytest.raises(plan.NothingFitsError) as error:
-        planned(plan.of_loss(loss, optax.sgd(0.1), w, x), rows, candidates=[64], budget=4 * x.size + kept)
+        planned_loss(loss, w, x, candidates=[64], budget=4 * x.size + kept)
     found = error.value.plan
     assert (found.kept, found.rows[0]["temporary"] > kept) == (kept, True)
     says = "4.19 MB are kept for all rows, however many micro-batches: explain(loss, params, batch) names"
     assert says in in_one_line(found)
     assert "kept for all rows" not in str(dataclasses.replace(found, limit=1e9))  # less than 1 %
-    other = planned(plan.of_loss(apart, optax.sgd(0.1), w, x), rows, candidates=[64], budget="1GB")
+    other = planned_loss(apart, w, x, candidates=[64], budget="1GB")
     assert (other.kept, other.rows[0]["temporary"] < kept / 8) == (0, True)
 
 
 def test_a_last_micro_batch_that_is_smaller():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(100, WIDTH))
-    found = planned(make_step, 100, candidates=[3], budget="1GB")
+    found = planned_loss(loss, shape(WIDTH, WIDTH), shape(100, WIDTH), candidates=[3], budget="1GB")
     assert found.sizes == (34, 34, 32)
-    assert make_step.copy == WIDTH * ROW
+    assert found.copy == WIDTH * ROW
 
 
 @pytest.mark.sweep
@@ -287,19 +306,19 @@ def test_a_number_is_lowered_and_compiled_once(monkeypatch):
     assert sorted(lowered) == sorted({*lowered}) == sorted({*(row["num_microbatches"] for row in found.rows), 2})
 
 
-def mlp(rows, width=256):
+def planned_mlp(rows, width=256, **options):
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p[0]) @ p[1] - x) ** 2)
     params = (shape(64, width), shape(width, 64))
-    return plan.of_loss(loss, optax.adam(1e-3), params, shape(rows, 64))
+    return planned_step(plan.of_loss(loss, optax.adam(1e-3)), params, shape(rows, 64), **options)
 
 
 @pytest.mark.sweep
 def test_a_budget_between_two_sizes_is_answered_with_the_smaller_one():
     """Of this model rows of one have another law of memory, a product of a matrix and a vector."""
     with programs.as_shipped():
-        peak = lambda k: planned(mlp(512), 512, budget="1GB", candidates=[k]).peak
+        peak = lambda k: planned_mlp(512, budget="1GB", candidates=[k]).peak
         few, more = peak(32), peak(64)
-        found = planned(mlp(512), 512, budget=(few + more) / 2, candidates=None)
+        found = planned_mlp(512, budget=(few + more) / 2)
     assert few > more
     assert found.num_microbatches == 64
     numbers = [row["num_microbatches"] for row in found.rows]
@@ -315,29 +334,12 @@ def test_a_step_that_reshapes_is_planned_without_candidates():
         assert planned(budget=budget, candidates=None).num_microbatches == 4
         found = planned(budget=budget, candidates=range(1, ROWS + 1))
     assert found.num_microbatches == 4
-    assert "Not planned: make_step(3) must return a lowered step: it raised TypeError" in in_one_line(found)
-
-
-def test_an_option_that_does_not_lower_leaves_the_others():
-    """And it is known before anything is compiled."""
-    made = []
-
-    def make_step(k, option):
-        made.append(option)
-        return lower(k) if option == "sound" else 1 / 0
-
-    found = planned(make_step, budget="1GB", options=["sound", "broken"])
-    assert (found.option, found.num_microbatches) == ("sound", 1)
-    assert "Not planned: make_step(1, 'broken') must return a lowered step: it raised ZeroDivisionError" in in_one_line(
-        found
-    )
-    with pytest.raises(ValueError, match=r"make_step\(1, 'broken'\).*raised ZeroDivisionError"):
-        planned(make_step, budget="1GB", options=["broken", "broken"])
+    assert "Not planned: step_of_k(3) must return a step that can be lowered: it raised TypeError" in in_one_line(found)
 
 
 @pytest.mark.parametrize("budget", ["1GB", 290_000])
 def test_a_builder_that_takes_the_number_for_the_rows(budget):
-    with pytest.raises(ValueError, match=r"must take the number.*take their rows: .*make_step\(1\) has 3.28e\+04"):
+    with pytest.raises(ValueError, match=r"must take the number.*take their rows: .*step_of_k\(1\) has 3.28e\+04"):
         planned(lambda k: lower(ROWS // k), budget=budget)
 
 
@@ -367,45 +369,19 @@ def test_memory_that_is_not_monotone_is_said():
 def test_rows_go_to_the_shards_of_the_batch():
     """On a mesh of data 2 x model 4 half of the rows are on each device: there may be 32 micro-batches of 64 rows."""
 
-    def make_step(k, target):
-        mesh = target.mesh("data", "model", shape=(2, 4))
-        on = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        params = (on(shape(64, 256), P(None, "model")), on(shape(256, 64), P("model")))
-        loss = lambda p, x: jnp.mean((jnp.tanh(x @ p[0]) @ p[1] - x) ** 2)
-        return plan.of_loss(loss, optax.sgd(0.1), params, on(shape(64, 64), P("data")))(k, target)
-
+    mesh = optax_accum.accelerators.target().mesh("data", "model", shape=(2, 4))
+    on = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    params = (on(shape(64, 256), P(None, "model")), on(shape(256, 64), P("model")))
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p[0]) @ p[1] - x) ** 2)
     before = jax.config.jax_use_shardy_partitioner
     for shardy in (True, False):
         jax.config.update("jax_use_shardy_partitioner", shardy)
         try:
-            found = planned(make_step, 64, budget="1GB", num_devices=8, candidates=[32])
+            found = planned_loss(loss, params, on(shape(64, 64), P("data")), budget="1GB", candidates=[32])
         finally:
             jax.config.update("jax_use_shardy_partitioner", before)
         assert (found.num_microbatches, found.num_devices, found.sizes) == (32, 8, (2,) * 32)
         assert found.rows[0]["rows"] == 1
-
-
-@pytest.mark.sweep
-def test_of_options_the_first_that_fits_is_chosen():
-    """Whatever another would need; recomputing fits in fewer micro-batches, and is written second."""
-
-    def make_step(k, option):
-        def add(total, rows):
-            kept = [
-                jax.lax.optimization_barrier(jnp.sin(rows + i)) for i in range({"keeps": 3, "recomputes": 1}[option])
-            ]
-            return total + sum(w.T @ w for w in kept), None
-
-        step = lambda x: jax.lax.scan(add, jnp.zeros((WIDTH, WIDTH)), x.reshape(k, -1, WIDTH))[0]
-        return jax.jit(step).lower(shape(ROWS, WIDTH))
-
-    choose = lambda *options: planned(make_step, budget=3 * ROWS * ROW, options=options)
-    with programs.as_shipped():
-        found, other = choose("keeps", "recomputes"), choose("recomputes", "keeps")
-    assert (found.option, other.option) == ("keeps", "recomputes")
-    assert found.num_microbatches > other.num_microbatches
-    assert "Chosen of the options: the first that fits." in str(found)
-    assert {row["option"] for row in found.rows} == {"keeps", "recomputes"}
 
 
 def test_the_largest_product_of_a_step():
@@ -419,102 +395,20 @@ def test_the_largest_product_of_a_step():
     assert footprint.largest_product(jax.jit(jnp.sin).lower(shape(8))) == 0
 
 
-def sums(option, rows=ROWS):
-    """As `lower`, of an option that says what is taken, and how."""
-
-    def make_step(k):
-        def add(total, rows):
-            written = jax.lax.optimization_barrier(jnp.sin(rows))
-            return jax.lax.fori_loop(
-                0, option.get("turns", 1), lambda _, total: total + written.T @ written, total
-            ), None
-
-        start = jnp.zeros((WIDTH, WIDTH))
-        step = lambda x, held=0.0: jax.lax.scan(add, start, x.reshape(k, -1, WIDTH))[0] + jnp.sum(held)
-        return jax.jit(step).lower(shape(rows * option.get("length", 1), WIDTH), *option.get("held", ()))
-
-    return make_step
-
-
-def chosen_of(*options, budget="1GB", candidates=(1, 2)):
-    return planned(lambda k, option: sums(option)(k), budget=budget, options=options, candidates=candidates)
-
-
-@pytest.mark.sweep
-def test_options_may_take_other_shapes():
-    long, short = {"length": 4}, {"length": 1}
-    assert chosen_of(long, short).option == long
-    assert chosen_of(short, long).option == short
-    with programs.as_shipped():
-        assert chosen_of(long, short, budget=9 * ROWS * ROW // 2).option == short
-
-
-def test_an_option_whose_arguments_are_too_much_leaves_the_others():
-    large, small = {"held": (shape(100 * ROWS, WIDTH),)}, {}
-    for options in ([large, small], [small, large]):
-        found = chosen_of(*options, budget=50 * ROWS * ROW)
-        assert found.option == small
-        assert [row["fits"] for row in found.rows if row["option"] == large] == [False]  # one look is enough
-    with pytest.raises(ValueError, match="must hold what the step is given.*No number of micro-batches changes that"):
-        chosen_of(large, large, budget=50 * ROWS * ROW)
-
-
 def test_arguments_that_shrink_with_the_number_may_fit():
     """A step across calls takes a micro-batch."""
     step = lambda k: jax.jit(lambda x: jnp.sin(x).sum(0)).lower(shape(ROWS // k, WIDTH))
     assert planned(step, budget=ROWS * ROW // 2).num_microbatches >= 2
 
 
-def test_options_may_be_an_array_or_a_generator():
-    for options in (np.array([1, 2]), (turns for turns in (1, 2))):
-        found = planned(lambda k, turns: sums({"turns": turns})(k), budget="1GB", options=options, candidates=[1])
-        assert (found.option, len(found.rows)) == (1, 2)
-
-
-def test_options_that_are_equal_and_that_cannot_be_compared():
-    for options in ([{"turns": 2}] * 2, [{"a": np.ones(2)}] * 2):
-        found = chosen_of(*options)
-        assert [row["chosen"] for row in found.rows] == [True, False]
-        assert found.place == 0
-
-
-def test_options_are_called_by_their_names():
-    def keep(rows):
-        return jnp.sin(rows)
-
-    make_step = lambda k, option: sums({"turns": 2 - (option is keep)})(k)
-    found = planned(make_step, budget="1GB", options=[keep, "dots", jnp.sin, jnp.sin], candidates=[1])
-    assert list(found.labels.values()) == ["keep", "dots", "sin [2]", "sin [3]"]
-    assert "1 micro-batch, option keep." in str(found)
-    assert " at 0x" not in str(found)
-
-
-def test_several_options_stand_side_by_side():
-    with programs.as_shipped():
-        found = chosen_of({"length": 4}, {"turns": 2}, budget=13 * ROWS * ROW // 2, candidates=(1, 8))
-    lines = str(found).splitlines()
-    at = lines.index("Peaks (* chosen, - does not fit):")
-    head, four, two = (line.split() for line in lines[at + 1 : at + 4])
-    assert head == ["micro-batches", "1", "8"]
-    assert (four[:3], four[5:6]) == (["{'length':", "4}", "-"], ["*"])
-    assert two[:2] == ["{'turns':", "2}"]
-    assert "Peaks" not in str(table())
-    assert max(map(len, [lines[0], *lines[at + 4 :]])) <= 80
-    assert 80 < max(map(len, lines)) <= 88
-    assert [line.split()[:2] for line in lines[1:at]].count(["option", "micro-batches"]) == 2  # a table in two parts
-
-
 # Devices, targets, builders.
 
 
 def test_several_devices_share_a_micro_batch():
-    def make_step(num_microbatches, target):
-        loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-        return plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH), devices="data")(
-            num_microbatches, target
-        )
-
-    found = planned(make_step, budget="1GB", num_devices=4, candidates=[2])
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    step_of_k, args = plan.of_loss(loss, optax.sgd(0.1), devices="data"), (shape(WIDTH, WIDTH), shape(ROWS, WIDTH))
+    four = optax_accum.accelerators.target(None, 4)
+    found = planned_step(step_of_k, *args, target=four, budget="1GB", candidates=[2])
     assert (found.num_devices, found.sizes, found.rows[0]["rows"]) == (4, (128, 128), 32)
     assert found.rows[0]["arguments"] == WIDTH * ROW + ROWS // 4 * ROW  # those of one device
     assert "32 a device" in str(found)
@@ -532,10 +426,9 @@ def test_a_plan_for_here_of_a_step_for_elsewhere():
     """And the other way round: the devices are compared."""
     here = optax_accum.accelerators.target(None, 1)
     other = optax_accum.accelerators.Target("other", tuple(jax.devices()[1:2]), 10**9)
-    with pytest.raises(
-        ValueError, match="it lowered for 1 x cpu, and target='other' is 1 x cpu.*a parameter `target` is given it"
-    ):
-        planned(target=other)
+    elsewhere = lower(1, here)
+    with pytest.raises(ValueError, match="it was for 1 x cpu, and target='other' is 1 x cpu.*name no other devices"):
+        planned(lambda k: elsewhere, target=other)
     assert planned(lambda k: lower(k, other), target=other).num_microbatches == 1
     assert planned(lambda k: lower(k, here), budget="1GB").num_microbatches == 1
 
@@ -567,21 +460,13 @@ def test_train_steps_of_flax_from_shapes_alone(rank_promotion):
         return made, optax_accum.flax.nnx.Optimizer(made, tx, wrt=nnx.Param, metrics=("loss",))
 
     batch = shape(ROWS, WIDTH)
-    of_linen = plan.of_step(
-        lambda k: optax_accum.flax.linen.train_step(fun, num_microbatches=k),
-        jax.eval_shape(state),
-        batch,
-        jax.random.key(0),
-    )
-    of_nnx = plan.of_step(
-        lambda k: optax_accum.flax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2), num_microbatches=k),
-        *nnx.eval_shape(model),
-        batch,
-        batch_argnums=2,
-    )
-    params = WIDTH * ROW + ROW
-    for make_step in (of_linen, of_nnx):
-        found = planned(make_step, candidates=[2], budget="1GB")
+    of_linen = lambda k: optax_accum.flax.linen.train_step(fun, num_microbatches=k)
+    of_nnx = lambda k: optax_accum.flax.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2), num_microbatches=k)
+    params, how = WIDTH * ROW + ROW, {"candidates": [2], "budget": "1GB"}
+    for found in (
+        planned_step(of_linen, jax.eval_shape(state), batch, jax.random.key(0), **how),
+        planned_step(of_nnx, *nnx.eval_shape(model), batch, batch_argnums=2, **how),
+    ):
         assert 0 <= found.rows[0]["arguments"] - params - ROWS * ROW < 64  # and a few scalars
 
 
@@ -665,16 +550,17 @@ def raises(k):
     raise KeyError("nothing here")
 
 
-def test_builders_that_do_not_build():
-    with pytest.raises(ValueError, match=r"make_step\(1\) must return.*raised KeyError: 'nothing here'\.$"):
+def test_steps_that_do_not_lower():
+    with pytest.raises(KeyError, match="nothing here"):
         planned(raises)
-    for nothing in (None, 8):
-        with pytest.raises(TypeError, match=f"make_step must be a function: make_step={nothing}. Pass lambda k: jax"):
-            planned(nothing, rows=0)
+    with pytest.raises(ValueError, match=r"step_of_k\(2\) must return.*raised KeyError: 'nothing here'\. If it takes"):
+        planned(raises, candidates=[2])
+    with pytest.raises(TypeError, match="step_of_k must be a function: step_of_k=None. Pass a function that returns"):
+        plan.fit(None, shape(ROWS, WIDTH), run=False)
     only_divisors = lambda k: lower(k)  # a reshape fails for 3
-    with pytest.raises(ValueError, match=r"make_step\(3\).*raised TypeError.*pass them as candidates="):
+    with pytest.raises(ValueError, match=r"step_of_k\(3\).*raised TypeError.*pass them as candidates="):
         planned(only_divisors, budget="1GB", candidates=[3])
-    with pytest.raises(TypeError, match=r"must return a lowered step: it returned NoneType. Return jax.jit"):
+    with pytest.raises(TypeError, match=r"must return a jax.stages.Lowered.*it returned NoneType"):
         planned(lambda k: None)
     with pytest.raises(TypeError, match="it returned Compiled"):
         planned(lambda k: lower(k).compile())
@@ -689,48 +575,33 @@ def test_a_builder_that_ignores_the_number():
 def test_a_builder_that_ignores_the_number_in_what_it_computes():
     """Other programs, of the same memory."""
     make_step = lambda k: lower(1, scale=1.0 + k)
-    with pytest.raises(ValueError, match="Nothing fits.*must cut the batch as it is told, and all numbers cost the"):
+    with pytest.raises(ValueError, match="Nothing fits.*must split the batch as it is told, and all numbers cost the"):
         planned(make_step, budget=ROWS * ROW + WIDTH * ROW + 100)
 
 
-def test_the_rows_of_a_builder_are_those_of_the_plan():
+def test_the_rows_of_a_plan_are_those_of_its_batch():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     w, batch = shape(WIDTH, WIDTH), {"x": shape(64, WIDTH), "count": shape()}
     step = lambda k: jax.jit(optax_accum.value_and_grad(lambda w, b: loss(w, b["x"]), num_microbatches=k))
-    for make_step in (plan.of_loss(loss, optax.sgd(0.1), w, batch["x"]), plan.of_step(step, w, batch)):
-        assert make_step.rows == 64
-        with pytest.raises(
-            ValueError, match="global_batch=256, and it has 64. Pass 64, or of_loss and of_step a batch"
-        ):
-            planned(make_step, 256)
-    assert plan.of_step(step, w, (shape(64, 2), shape(3))).rows is None
-    for argnums in (-1, np.int64(1), [1]):
-        assert plan.of_step(step, w, batch, batch_argnums=argnums).rows == 64
+    how = {"candidates": [1], "budget": "1GB"}
+    assert planned_loss(loss, w, batch["x"], **how).global_batch == 64
+    for argnums in (1, -1, np.int64(1), [1]):
+        assert planned_step(step, w, batch, batch_argnums=argnums, **how).global_batch == 64
+    with pytest.raises(ValueError, match="must be arrays with the same rows: batch_argnums=1. Pass the positions"):
+        planned_step(step, w, (shape(64, 2), shape(3)))
     for argnums in ("batch", 2, -3, 1.0, None):
         with pytest.raises(ValueError, match=r"among the 2 arguments of the step: batch_argnums=.*Count from 0"):
-            plan.of_step(step, w, batch, batch_argnums=argnums)
+            planned_step(step, w, batch, batch_argnums=argnums)
 
 
 def test_a_parameter_that_is_a_python_number():
-    make_step = plan.of_loss(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), 1.0, shape(ROWS))
-    assert planned(make_step, candidates=[1], budget="1GB").num_microbatches == 1
-
-
-def test_a_builder_takes_no_option_and_its_remedy_works():
-    losses = {"tanh": lambda w, x: jnp.mean(jnp.tanh(x @ w)), "sin": lambda w, x: jnp.mean(jnp.sin(x @ w))}
-    of = lambda option: plan.of_loss(losses[option], optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH))
-    with pytest.raises(
-        ValueError, match="takes no option: .*Write a function around it: make_step=lambda k, option, t"
-    ):
-        planned(of("tanh"), options=["tanh", "sin"])
-    make_step = lambda k, option, target: of(option)(k, target)
-    assert planned(make_step, options=["tanh", "sin"], candidates=[1], budget="1GB").option == "tanh"
+    found = planned_loss(lambda w, x: jnp.mean((x - w) ** 2), 1.0, shape(ROWS), candidates=[1], budget="1GB")
+    assert found.num_microbatches == 1
 
 
 def test_a_step_that_is_not_jitted():
-    make_step = plan.of_step(lambda k: lambda x: jnp.sin(x), shape(ROWS, WIDTH), batch_argnums=0)
-    with pytest.raises(ValueError, match="of_step takes what returns a jitted step: it returned .*Pass it to jax.jit"):
-        planned(make_step, budget="1GB")
+    with pytest.raises(TypeError, match="step_of_k must return a jitted step: it returned .*Pass it to jax.jit"):
+        planned_step(lambda k: lambda x: jnp.sin(x), shape(ROWS, WIDTH), batch_argnums=0)
 
 
 def test_a_function_with_a_method_copy():
@@ -756,12 +627,17 @@ def test_a_step_for_some_of_the_devices(where):
         ),
         "constrained": lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))).sum(0),
     }
-    make_step = lambda k: jax.jit(steps[where]).lower(shape(ROWS, WIDTH))
-    ask = lambda number: planned(make_step, budget="1GB", candidates=[1], num_devices=number)
+
+    def ask(number):
+        target = optax_accum.accelerators.target(None, number)
+        lowered = jax.jit(steps[where]).lower(shape(ROWS, WIDTH))
+        return planned(lambda k: lowered, budget="1GB", candidates=[1], target=target)
+
     right, wrong = (1, 4) if where == "nowhere" else (4, 8)
     assert ask(right).num_devices == right
+    noun = "device" if right == 1 else "devices"
     with pytest.raises(
-        ValueError, match=f"all devices.*for {right} x cpu.*is {wrong} x cpu.*or plan for num_devices={right}"
+        ValueError, match=f"all devices.*for {right} x cpu.*is {wrong} x cpu.*or plan for a target of {right} {noun}"
     ):
         ask(wrong)
 
@@ -774,11 +650,12 @@ def test_a_step_that_no_device_shares(partitioner):
     by_rows = NamedSharding(mesh, P("data"))
     split = lambda x: product(jax.lax.with_sharding_constraint(jnp.sin(x), by_rows))
     inside = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    four = optax_accum.accelerators.target(None, 4)
     ask = lambda step, spec: planned(
-        lambda k, target: jax.jit(step).lower(target.shapes(shape(ROWS, WIDTH), spec)),
+        lambda k: jax.jit(step).lower(four.shapes(shape(ROWS, WIDTH), spec)),
         budget="1GB",
         candidates=[1],
-        num_devices=4,
+        target=four,
     )
     before = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", partitioner == "shardy")
@@ -792,31 +669,16 @@ def test_a_step_that_no_device_shares(partitioner):
     assert planned(lambda k: jax.jit(product).lower(shape(ROWS, WIDTH)), budget="1GB", candidates=[1]).num_devices == 1
 
 
-def test_the_remedy_for_a_step_for_some_of_the_devices():
-    make_step = lambda k, target: jax.jit(lambda w, x: (x @ w).sum(0)).lower(
-        target.shapes(shape(WIDTH, 1)), target.shapes(shape(ROWS, WIDTH), P("data"))
-    )
-    found = planned(make_step, budget="1GB", candidates=[1], num_devices=4)
-    assert found.rows[0]["arguments"] == WIDTH * 4 + ROWS // 4 * ROW
-
-
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
         ({"candidates": [ROWS + 1]}, ValueError, f"There must be a row for each.*Pass numbers from 1 to {ROWS}"),
         ({"candidates": []}, ValueError, "There must be a row for each"),
         ({"candidates": [0]}, ValueError, "candidates must be an integer >= 1"),
-        ({"rows": 0, "candidates": None}, ValueError, "global_batch must be an integer >= 1"),
         ({"safety": 0}, ValueError, "safety must be a number above 0 and at most 1.*Pass 0.9"),
         ({"safety": 1.5}, ValueError, "safety must be a number above 0"),
-        ({"options": []}, ValueError, "options must be a sequence"),
-        ({"options": "full"}, ValueError, "options must be a sequence"),
         ({"candidates": 4}, TypeError, r"must be several numbers of micro-batches: candidates=4. Pass \[1, 2, 4\]"),
-        ({"options": 4}, ValueError, "options must be a sequence"),
-        ({"options": np.array([])}, ValueError, "options must be a sequence"),
         ({"target": 100}, TypeError, 'The target must be named by text, such as "h100".*name=100'),
-        ({"num_devices": 0}, ValueError, "num_devices must be an integer >= 1"),
-        ({"num_devices": 99}, ValueError, "There are 8 devices here, not num_devices=99. Pass no more, or name an"),
         ({"target": "h1000"}, ValueError, "The target must be one of a100"),
         ({"safety": "0.9"}, TypeError, "safety must be a number above 0 and at most 1: safety='0.9'. Pass 0.9"),
         ({"safety": math.nan}, ValueError, "safety must be a number above 0"),
@@ -830,23 +692,25 @@ def test_what_cannot_be_asked(options, error, says):
 
 def test_one_is_one():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(1, WIDTH))
-    found = planned(make_step, 1, budget="1GB")
+    w, x = shape(WIDTH, WIDTH), shape(1, WIDTH)
+    found = planned_loss(loss, w, x, budget="1GB")
     assert str(found).startswith("1 row on cpu, ")
     assert ": 1 micro-batch.\n" in str(found)
-    with pytest.raises(ValueError, match="has 1. Pass 1, or of_loss and of_step a batch of 2 rows"):
-        planned(make_step, 2)
     with pytest.raises(ValueError, match=r"candidates=\[2\], and there is 1 row. Pass numbers from 1 to 1"):
-        planned(make_step, 1, candidates=[2])
+        planned_loss(loss, w, x, candidates=[2])
     large = lambda k: jax.jit(lambda x: (jnp.sin(x) @ jnp.ones((WIDTH, 100 * WIDTH))).sum()).lower(shape(1, WIDTH))
     with pytest.raises(ValueError, match="with 1 micro-batch, and"):
         planned(large, 1, budget=2 * ROW)
 
 
-def test_a_target_has_as_many_devices_as_it_has():
-    here = optax_accum.accelerators.target(None, 2)
-    with pytest.raises(ValueError, match="num_devices=3, and cpu has 2. Leave it out"):
-        planned(target=here, num_devices=3)
+def test_a_step_runs_where_its_arguments_lie():
+    with pytest.raises(
+        ValueError, match="runs where its arguments lie: target='h100'. Pass run=False to plan for that"
+    ):
+        plan.fit(lambda k: jax.jit(jnp.sin), jnp.ones((ROWS, 1)), batch_argnums=0, target="h100")
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    with pytest.raises(TypeError, match="that of of_loss. Pass run=False"):
+        plan.fit(plan.of_loss(loss, optax.sgd(0.1)), jnp.ones(3), jnp.ones((4, 3)))
 
 
 def test_a_backend_without_memory_analysis(monkeypatch):
@@ -882,8 +746,8 @@ def raises_other(target, lowered):
 
 
 def test_options_of_of_loss_that_are_its_own():
-    with pytest.raises(ValueError, match="of_loss sets this itself: num_microbatches=4. Leave it out"):
-        plan.of_loss(lambda w, x: x @ w, optax.sgd(0.1), shape(3), shape(4, 3), num_microbatches=4)
+    with pytest.raises(ValueError, match="The plan sets this itself: num_microbatches=4. Leave it out"):
+        plan.of_loss(lambda w, x: x @ w, optax.sgd(0.1), num_microbatches=4)
 
 
 # The picture, the bar.
@@ -897,20 +761,6 @@ def test_a_picture():
         str(row["num_microbatches"]) for row in table().rows
     ]
     assert axes.get_ylim()[1] * 1e6 > max(row["peak"] for row in table().rows)
-
-
-def test_a_picture_of_several_options():
-    """One of which cannot be hashed, and one whose sizes were all refused."""
-    pytest.importorskip("matplotlib")
-    found = chosen_of({"turns": 1}, {"turns": 2})
-    refused = footprint.Footprint(0, 0, 0, math.inf, 0, 0.1, refused=True)
-    one, other = found.compiled
-    found = dataclasses.replace(found, compiled=(one, dataclasses.replace(other, footprint=refused, fits=False)))
-    figure = found.plot()
-    assert [axes.get_title() for axes in figure.axes] == ["{'turns': 1}", "{'turns': 2}"]
-    assert figure.get_suptitle() == "256 rows on cpu"
-    assert [len(axes.patches) > 0 for axes in figure.axes] == [True, False]
-    assert len({axes.get_xlim() for axes in figure.axes}) == 1
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):

@@ -21,7 +21,6 @@ import optax_accum
 from tests import ROOT, engine, paths
 from tests.space import test_together
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 ROWS, WIDTH, TP = 8, 8, 4
 SECONDS = 240  # most of it to compile; a program that waits for ever would be ended
@@ -236,7 +235,6 @@ IN_EACH_RUN = [
 ]
 
 
-@needs_devices
 @pytest.mark.parametrize(("way", "name"), sweep(CASES, but=IN_EACH_RUN))
 def test_no_device_leaves_them_before_others(way, name):
     """The facts of the program; a process that waits for ever takes long to be seen."""
@@ -246,7 +244,6 @@ def test_no_device_leaves_them_before_others(way, name):
     assert not test_together.varying_choices(program.jaxpr)
 
 
-@needs_devices
 @pytest.mark.parametrize("way", sweep(WAYS, but=["within", "across"]))
 def test_the_gradient_is_that_of_the_whole_batch_and_comes(way, request):
     names = list(WAYS[way][1])
@@ -256,14 +253,12 @@ def test_the_gradient_is_that_of_the_whole_batch_and_comes(way, request):
 
 
 @pytest.mark.sweep
-@needs_devices
 @pytest.mark.parametrize(("data", "tp"), [(1, 1), (1, 8), (2, 1), (4, 2)])
 def test_the_gradient_on_other_meshes(data, tp):
     for way in ("within", "across"):
         assert compared(way, data, tp, ["iterated", "a_branch"]) == ["iterated", "a_branch"]
 
 
-@needs_devices
 @pytest.mark.parametrize("way", ["across", "within"])
 @pytest.mark.parametrize("tp", [1, *sweep([TP])])
 def test_a_loss_whose_rows_decide_nothing_stays_as_it_is(way, tp, monkeypatch):
@@ -300,7 +295,6 @@ def printing(of_loop):
     return functools.partial(over_rows, f)
 
 
-@needs_devices
 @pytest.mark.parametrize("way", ["across", *sweep(["within", "reduce_microbatches"])])
 @pytest.mark.parametrize(("of_loop", "message"), [(True, "a loop has effects"), (False, "a branch has effects")])
 def test_what_would_happen_too_often_is_refused_by_line(way, of_loop, message):
@@ -314,7 +308,6 @@ def test_what_would_happen_too_often_is_refused_by_line(way, of_loop, message):
 
 
 @pytest.mark.sweep
-@needs_devices
 @pytest.mark.parametrize("way", ["within", "across"])
 def test_a_loop_over_explicit_axes_keeps_its_shardings(way):
     """There JAX wants a mask to be sharded as what it selects."""
@@ -336,7 +329,6 @@ def hanging():
 
 
 @pytest.mark.sweep
-@needs_devices
 def test_the_guard_can_fail():
     """The same program as devices would run it alone."""
     call = [sys.executable, "-c", "from tests.space import test_course; test_course.hanging()"]

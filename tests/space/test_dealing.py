@@ -11,9 +11,6 @@ from jax.sharding import AxisType
 
 import optax_accum
 from tests.tiers import sweep
-from tests.versions import needs_devices
-
-pytestmark = needs_devices
 
 DEVICES, ROWS = 4, 12  # three rows on each: half of all rows are no whole number there
 RNG = np.random.RandomState(0)

@@ -13,9 +13,7 @@ import optax_accum
 from optax_accum.sharding import count_collectives
 from tests.problems import normal
 from tests.tiers import sweep
-from tests.versions import needs_devices, since
-
-pytestmark = needs_devices
+from tests.versions import since
 
 PARAMS = {"w": normal(0, 16, 8), "b": normal(1, 3)}
 X = normal(2, 32, 16)

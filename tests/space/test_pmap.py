@@ -11,9 +11,7 @@ import pytest
 from jax import lax
 
 import optax_accum
-from tests.versions import needs_devices, since
-
-pytestmark = needs_devices
+from tests.versions import since
 
 DEVICES, EACH, WIDTH, CLASSES = 2, 6, 4, 3
 RANDOM = np.random.default_rng(0)

@@ -22,6 +22,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
@@ -432,3 +434,24 @@ def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):
         assert_array_equal(got["w"], undisturbed["w"])
     else:
         assert_allclose(got["w"], undisturbed["w"], atol=1e-6)
+
+
+counts = st.integers(1, 4000)
+
+
+@given(counts, st.integers(1, 300), st.integers(1, 64))
+def test_no_device_gets_more_than_fits_and_no_row_is_lost(rows, most, devices):
+    sizes, device_rows = processes.split_rows(rows, most, devices)
+    padding = [own * devices - size for own, size in zip(device_rows, sizes, strict=True)]
+    assert sum(sizes) == rows
+    assert min(sizes) >= 1
+    assert max(device_rows) <= most
+    assert max(device_rows) - min(device_rows) <= 1
+    assert (len(sizes) - 1) * most * devices < rows  # one less would not fit
+    assert 0 <= padding[-1] < devices
+    assert not any(padding[:-1])
+
+
+def test_a_thousand_rows_of_at_most_64():
+    sizes, _ = processes.split_rows(1000, 64, 1)
+    assert (len(sizes), max(sizes), min(sizes)) == (16, 63, 62)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests.problems import normal
 from tests.tiers import sweep
-from tests.versions import needs_devices, since
+from tests.versions import since
 
 pytestmark = since(0, 10, why="offload")
 PARAMS = {"w": normal(0, 6, 4)}
@@ -53,7 +53,6 @@ def test_the_gradient_is_that_of_the_whole_batch(way, sizes, how):
     assert_whole(run(WAYS[way](loss, k))(PARAMS, jax.device_put(batch, host)), batch)
 
 
-@needs_devices
 @pytest.mark.parametrize(
     ("way", "kind"), sweep(itertools.product(WAYS, ["Auto", "Explicit"]), but=[("microbatched", "Explicit")])
 )

@@ -18,7 +18,6 @@ import optax_accum
 from optax_accum.sharding import count_collectives
 from tests.problems import normal
 from tests.tiers import sweep
-from tests.versions import needs_devices
 
 PARAMS = {"w": normal(0, 8, 4), "b": normal(1, 4) * 0}
 BATCH = {"x": normal(2, 32, 8), "mask": jnp.asarray(np.arange(32) % 3 > 0)}
@@ -48,7 +47,6 @@ def test_a_gradient_function_with_all_that_it_returns(size):
 
 
 @pytest.mark.sweep
-@needs_devices
 @pytest.mark.parametrize("kind", sweep([AxisType.Auto, AxisType.Explicit], but=[AxisType.Explicit]), ids=str)
 @pytest.mark.parametrize("size", sweep(SIZES[:2], but=SIZES[1:2]), ids=str)
 def test_over_devices_all_is_reduced_once(size, kind):
@@ -63,7 +61,6 @@ def test_over_devices_all_is_reduced_once(size, kind):
     assert not count_collectives(run).select(place="loop").operations
 
 
-@needs_devices
 def test_a_gradient_goes_where_it_is_to_be():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     to = (P(), {"w": P("data"), "b": P()})
@@ -118,7 +115,6 @@ def test_a_batch_without_rows():
     assert aux["largest"] == -jnp.inf
 
 
-@needs_devices
 def test_a_result_that_devices_do_not_divide_is_refused():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     f = optax_accum.reduce_microbatches(lambda w, x: w * x.mean(), 2, devices=optax_accum.Devices("data", to=P("data")))
@@ -130,7 +126,6 @@ def test_a_result_that_devices_do_not_divide_is_refused():
 
 
 @pytest.mark.sweep
-@needs_devices
 @pytest.mark.parametrize("to", [None, "partial", "data"])
 def test_a_batch_without_rows_goes_where_others_do(to):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -192,7 +187,7 @@ WHERE = ["argument", "closure", "scalar of the batch"]
 
 @pytest.mark.parametrize(
     "where",
-    [*sweep(WHERE, but=["closure"]), *sweep(pytest.param(f"mesh, {where}", marks=needs_devices) for where in WHERE)],
+    [*sweep(WHERE, but=["closure"]), *sweep(f"mesh, {where}" for where in WHERE)],
 )
 def test_its_gradient_by_bfloat16_is_added_in_float32(where):
     """JAX adds what a loop gives back in the dtype of the value: the sum stalls at 4."""
@@ -307,7 +302,6 @@ def test_a_batch_that_comes_cut():
     np.testing.assert_allclose(aux["errors"], one["errors"].reshape(4, 8), rtol=1e-5)
 
 
-@needs_devices
 def test_a_carry_is_the_same_on_all_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     fun = lambda x, carry: (jnp.mean(x), carry + 1)
@@ -335,7 +329,6 @@ def test_the_gradient_of_an_integer_stays(reduction):
         np.testing.assert_allclose(found["w"], sum(part.mean() for part in parts), rtol=1e-6)
 
 
-@needs_devices
 @pytest.mark.parametrize("to", [None, "partial", P("data")], ids=str)
 def test_the_gradient_of_an_integer_stays_over_devices(to):
     params = {"w": jnp.arange(8.0), "steps": jnp.int32(3)}

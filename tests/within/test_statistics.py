@@ -8,7 +8,6 @@ import pytest
 import optax_accum
 from optax_accum import statistics
 from tests.problems import normal
-from tests.versions import needs_devices
 
 PARAMS = {"w": normal(0, 6, 4), "b": normal(1, 3)}
 X = normal(2, 16, 6)
@@ -57,7 +56,6 @@ def test_gradients_that_no_micro_batch_has_are_refused(loss):
         jax.jit(run)(PARAMS, X)
 
 
-@needs_devices
 @pytest.mark.parametrize("overlap", [None, True])
 def test_over_devices_such_a_gradient_is_the_whole_batch_s(overlap):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -12,7 +12,6 @@ import pytest
 import optax_accum
 from tests import problems, programs
 from tests.tiers import sweep
-from tests.versions import since
 
 START, BATCH = problems.params(), problems.rows(12)
 WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
@@ -556,7 +555,6 @@ def test_nor_do_they_at_the_cast_of_a_float16_parameter():
 
 
 @pytest.mark.sweep
-@since(0, 7, 2, why="references")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("way", ["value_and_grad", "reduce_microbatches", "value_and_apply_gradients"])
 def test_a_loss_writes_to_a_reference(way, dtype):
