@@ -665,9 +665,10 @@ def test_explain_says_what_to_pass_in_place_of_a_module():
 
 
 def test_a_one_where_jax_takes_argnums_is_asked_about():
-    with pytest.warns(UserWarning, match="runs all rows at once.*pass argnums=1; else say num_microbatches=1"):
-        optax_accum.value_and_grad(lambda x, w: jnp.mean(x @ w), 1)
-    optax_accum.value_and_grad(lambda x, w: jnp.mean(x @ w), num_microbatches=1)  # and nothing is said
+    loss = lambda x, params: jnp.mean(x @ params["w"] + params["b"])
+    with pytest.raises(ValueError, match="must have the same number of rows") as caught:
+        optax_accum.value_and_grad(loss, 1)(jnp.ones((4, 3)), {"w": jnp.ones((3, 2)), "b": jnp.ones(2)})
+    assert "jax.value_and_grad: argnums=1" in caught.value.__notes__[0]
 
 
 def test_weight_of_takes_what_fun_returned():

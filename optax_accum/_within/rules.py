@@ -1,10 +1,8 @@
 """The options of one call, checked: which function, of which arguments, cut how, added in what."""
 
 import dataclasses
-import functools
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 
@@ -18,8 +16,6 @@ from optax_accum._space.here import here
 from optax_accum._space.space import Space
 from optax_accum._within import splitting
 
-P = ParamSpec("P")
-R = TypeVar("R")
 RECOMPUTED = 0.6  # of a forward pass, on an accelerator
 CROSSING = "Pass recompute=: how much of a forward pass may run once more for less memory, 0.6 say; 0 for none."
 
@@ -105,22 +101,6 @@ def _as_recompute(share: Any) -> float | None:
             "60 % of a forward pass once more."
         )
     return float(share)
-
-
-def warns_of_argnums(make: Callable[P, R]) -> Callable[P, R]:
-    """Warns if 1 stands where `jax.value_and_grad` takes `argnums`: all rows would run at once, by argument 0."""
-
-    @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > 1 and type(args[1]) is int and args[1] == 1:
-            warnings.warn(
-                "num_microbatches=1, the second argument here, runs all rows at once. If you mean that of "
-                "jax.value_and_grad, pass argnums=1; else say num_microbatches=1.",
-                stacklevel=2,
-            )
-        return make(*args, **kwargs)
-
-    return checked
 
 
 def _check_no_argnums(num_microbatches: Any) -> None:

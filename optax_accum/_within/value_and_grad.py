@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call
+from optax_accum._arguments.rows import count_rows
 from optax_accum._core import dtypes, tracing
 from optax_accum._core.types import Name
 from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.outputs import joined
-from optax_accum._within.rules import CROSSING, CallRules, as_rules, warns_of_argnums
+from optax_accum._within.rules import CROSSING, CallRules, as_rules
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
@@ -24,7 +25,6 @@ _BY_ITSELF = (
 _GONE = ("whole_argnums", "group_size", "weight_fn", "weight_of", "rng_argnum", "carry_argnum")
 
 
-@warns_of_argnums
 @callables.renamed(
     "num_microbatches",
     stacked="Give fun the batch as rows: jax.vmap over the first axis, and a mean.",
@@ -94,7 +94,7 @@ def value_and_grad(
         count)`, which is divided; or a dict of those.
       num_microbatches: the most micro-batches to make, n at most, of
         `ceil(n / num_microbatches)` rows each. It is the second positional
-        argument, where `jax.value_and_grad` has `argnums`: a 1 there warns.
+        argument, where `jax.value_and_grad` has `argnums`.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
         two.
       argnums: the argument to differentiate, or several, as in
@@ -218,6 +218,7 @@ def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params], of_whole_batch=True)
     again = tracing.is_again(list(call.arguments.values()))
+    _check_batch(rules, call)
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
     space = rules.space(call[call.params])
     local, outputs = space.run(lambda device, call: whole_batch.differentiated(rules, device, call, again), call)
@@ -227,3 +228,13 @@ def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     value = rules.meter.with_statistics(value, samples, grads, weight)
     grads = dtypes.as_gradients(grads, call[call.params], rules.accumulator_dtype)
     return value, grads[0] if rules.single else grads
+
+
+def _check_batch(rules: CallRules, call: Call) -> None:
+    """Raises for a batch without rows; it may be the parameters of a caller who takes 1 for `argnums`."""
+    try:
+        count_rows(call[call.batch])
+    except ValueError as error:
+        if rules.sizes.num_microbatches == 1:
+            error.add_note("1 is num_microbatches here. For the second argument of jax.value_and_grad: argnums=1.")
+        raise
