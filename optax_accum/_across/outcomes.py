@@ -29,8 +29,8 @@ class Closing(NamedTuple):
     """The verdict on a micro-step that closes its window."""
 
     emits: Flag  # whether the window makes an update
-    brings: Flag = True  # whether it brought a micro-batch, and did not only close the window
-    is_filled: Flag = False  # whether something was in the window, which is lost if it does not emit
+    has_micro_batch: Flag = True  # whether it brought a micro-batch, and did not only close the window
+    loses_samples: Flag = False  # whether something was in the window, which is lost if it does not emit
 
 
 def updates_of(space: Space, params: Tree | None) -> Outcome:
@@ -94,7 +94,7 @@ def emit_or_hold(
     return _select(emits, (result, fields), (before, old)), closing
 
 
-_HELD = Closing(emits=False, brings=True, is_filled=True)
+_HELD = Closing(emits=False, has_micro_batch=True, loses_samples=True)
 
 
 def fields_of(state: AccumulationState) -> Fields:
@@ -115,8 +115,8 @@ def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields
         gradient_step=count(state.gradient_step, emits),
         weight=reset(state.weight),
         emitted=jnp.asarray(emits),
-        discarded=count(state.discarded, flags.both(closes != emits, closing.is_filled)),
-        batches=count(state.batches, closing.brings),
+        discarded=count(state.discarded, flags.both(closes != emits, closing.loses_samples)),
+        batches=count(state.batches, closing.has_micro_batch),
         **fields,
     )
 

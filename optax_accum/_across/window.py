@@ -149,12 +149,12 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
     """Whether a window that closes makes an update: its sum can be divided, and its policy accepts it."""
     divides = rules.divisor.divides(space.total(window.weight))
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
-    brings = True
+    has_micro_batch = True
     if (asked := was_asked(batch.flush)) is not False:
-        brings = flags.either(flags.negated(asked), space.total(batch.weight) != 0)
-    left = flags.either(flags.known(before.mini_step > 0), flags.known(brings))
-    is_filled = flags.both(flags.known(window.state.mini_step > 0), left)
-    return Closing(flags.known(emits), flags.known(brings), flags.known(is_filled))
+        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.weight) != 0)
+    left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
+    loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
+    return Closing(flags.known(emits), flags.known(has_micro_batch), flags.known(loses_samples))
 
 
 @jax.named_scope("optax_accum.emit")

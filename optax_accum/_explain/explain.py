@@ -172,7 +172,7 @@ def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bo
     weights, reasons, verdict = _weights(subject, found, terms)
     return Explanation(
         rows=units.number * units.block,
-        num_microbatches=units.parts if is_cut else None,
+        num_microbatches=units.microbatches if is_cut else None,
         group=units.block,
         couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
         loops=loops_of(run),
@@ -236,7 +236,7 @@ def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
 def kept_by(levels: Levels) -> set[Value]:
     """The values that are kept for all rows between two loops."""
     taken = {value for loop in levels.loops for value in loop.takes}
-    taken.update(value for stage in levels.stages for equation in stage.once for value in equation.ins)
+    taken.update(value for stage in levels.stages for equation in stage.before_loop for value in equation.ins)
     kept = {value for loop in levels.loops for value in loop.rows if value in taken}
     wholes = [equation for equation in levels.coupling if levels.kinds[equation] is Kind.WHOLE]
     kept.update(value for equation in wholes for value in equation.outs if value.axis is not None)
@@ -252,13 +252,13 @@ def bytes_kept(levels: Levels) -> int:
     """The most bytes that are kept for all rows between loops, at the same time."""
     last: dict[Value, int] = {}  # the stage that is the last to take a value
     for at, stage in enumerate(levels.stages):
-        last.update((value, at) for equation in stage.once for value in equation.ins)
+        last.update((value, at) for equation in stage.before_loop for value in equation.ins)
         last.update((value, at) for value in (stage.loop.takes if stage.loop else ()))
     whole = {value for equation in levels.coupling if levels.kinds[equation] is Kind.WHOLE for value in equation.outs}
     kept: set[Value] = set()
     most = 0
     for at, stage in enumerate(levels.stages):
-        made = {value for equation in stage.once for value in equation.outs if value.axis is not None}
+        made = {value for equation in stage.before_loop for value in equation.outs if value.axis is not None}
         kept = {value for value in kept if last.get(value, -1) >= at} | (made & whole)
         most = max(most, sum(map(bytes_of, kept)))
         kept.update(stage.loop.rows if stage.loop else ())

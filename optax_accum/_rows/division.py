@@ -61,7 +61,7 @@ class Division:
         self.at: dict[Equation, int] = {}
         self.made: dict[Value, Equation] = {}  # values that loops make
         self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
-        self.parts: dict[Value, Fold] = {}  # values of which each micro-batch of a loop gives a part
+        self.folds: dict[Value, Fold] = {}  # values of which each micro-batch of a loop gives a part
         self.bodies: dict[Equation, Bodies] = {}
         self.zeros = layers.Zeros()
         for equation in self.equations:
@@ -109,21 +109,21 @@ class Division:
             if equation.view.has_rows or not self.same.isdisjoint(equation.ins):
                 self.same.update(value for value in equation.outs if value.axis is None)
         if equation in self.bodies:
-            sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].parts, strict=True) if is_part]
+            sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].are_sums, strict=True) if is_part]
             self.same.difference_update(sums)
-            self.parts.update(dict.fromkeys(sums, SUM))
+            self.folds.update(dict.fromkeys(sums, SUM))
             self.level.update(dict.fromkeys(sums, at + 1))
         if kind is Kind.PARTIAL and in_loop:
             self.made.update(dict.fromkeys(equation.outs, equation))
             fold = SUM if self._follows(equation) else known(equation.name).partial.fold
-            self.parts.update(dict.fromkeys(equation.outs, fold))
+            self.folds.update(dict.fromkeys(equation.outs, fold))
 
     def is_of_loops(self, value: Value) -> bool:
         """Whether a value is there when a loop is over, and not before."""
         return value in self.made and value in self.model and (value.axis is not None or value in self.same)
 
     def _follows(self, equation: Equation) -> bool:
-        return not self.parts.keys().isdisjoint(equation.ins)
+        return not self.folds.keys().isdisjoint(equation.ins)
 
     def _kind(self, equation: Equation) -> Kind:
         """A table: what an equation takes and makes, and what a rule proves."""
@@ -152,10 +152,10 @@ class Division:
             return False
         if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
             return False
-        taken = [value for value in dict.fromkeys(equation.ins) if value in self.parts]
+        taken = [value for value in dict.fromkeys(equation.ins) if value in self.folds]
         level = self.level[taken[0]]
-        others = [value for value in equation.ins if value not in self.parts and value not in self.zeros]
-        alone = all(self.parts[v] is SUM and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
+        others = [value for value in equation.ins if value not in self.folds and value not in self.zeros]
+        alone = all(self.folds[v] is SUM and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
         known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
         is_of_two = equation.name in ("add", "add_any") or self.joins_all
         from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two

@@ -144,7 +144,7 @@ def _kind(
     if inside is None:
         return None, ()
     bodies[equation] = inside
-    return Kind.LOCAL, [value for value, is_part in zip(equation.outs, inside.parts, strict=True) if is_part]
+    return Kind.LOCAL, [value for value, is_part in zip(equation.outs, inside.are_sums, strict=True) if is_part]
 
 
 def adds_up(equation: Equation, zeros: Zeros) -> bool:

@@ -46,7 +46,7 @@ def levels_of(
     moving = [moves and (of_model or by_rows) for of_model in is_model]
     division = Division(program, is_model, moving, joins_all=joins_all)
     stages = _Staging(division, own, again).stages()
-    return Levels(program, division.kinds, division.model, division.moving, stages, division.bodies, division.parts)
+    return Levels(program, division.kinds, division.model, division.moving, stages, division.bodies, division.folds)
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -99,7 +99,7 @@ class _Staging:
                 ends = [value for value in loop.takes if value in kept and value not in later]
                 stage = dataclasses.replace(stage, loop=dataclasses.replace(loop, ends=ends))
                 later.update(loop.takes)
-            later.update(value for equation in stage.once for value in equation.ins)
+            later.update(value for equation in stage.before_loop for value in equation.ins)
             found.append(stage)
         return found[::-1]
 
@@ -112,7 +112,7 @@ class _Staging:
 
     def _runs_once(self, equation: Equation) -> bool:
         """Whether an equation runs between loops; a reduction of rows does if the batch alone decides it."""
-        is_of_batch = self.kinds[equation] is Kind.PARTIAL and self.division.parts.keys().isdisjoint(equation.outs)
+        is_of_batch = self.kinds[equation] is Kind.PARTIAL and self.division.folds.keys().isdisjoint(equation.outs)
         return self.kinds[equation] in ONCE or is_of_batch
 
     def _runs_in(self, equation: Equation) -> int:
@@ -121,7 +121,7 @@ class _Staging:
 
     def _loop(self, now: int, there: set[Value]) -> Loop | None:
         """The pass over the micro-batches that makes values for later levels; None if they need none."""
-        sums = {value: fold for value, fold in self.division.parts.items() if self._is_summed(value, now)}
+        sums = {value: fold for value, fold in self.division.folds.items() if self._is_summed(value, now)}
         whole = [e for e in self.equations if self.division.at[e] > now and self.kinds[e] in ONCE]
         outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
         wanted = [*(value for equation in whole for value in equation.ins), *outputs]
@@ -168,7 +168,7 @@ class _Staging:
 
     def _is_made(self, value: Value, now: int) -> bool:
         """Whether a value is rows of the model that loops so far have made; what the batch decides is made again."""
-        return self.division.is_of_loops(value) and value not in self.division.parts and self.level[value] <= now
+        return self.division.is_of_loops(value) and value not in self.division.folds and self.level[value] <= now
 
     def _is_residual(self, value: Value, equation: Equation) -> bool:
         """Whether a backward loop takes a value of a forward one: it is made again from bases."""

@@ -35,11 +35,11 @@ class Bodies(NamedTuple):
 
     Attributes:
       each: the programs; none for a loop over rows, whose body sees one row.
-      parts: which of its results are parts of sums.
+      are_sums: which of its results are parts of sums.
     """
 
     each: Sequence[Body]
-    parts: Sequence[bool]
+    are_sums: Sequence[bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Loop:
 class Stage:
     """Equations that run once, and the loop after them; the last stage has none."""
 
-    once: Sequence[Equation]
+    before_loop: Sequence[Equation]
     loop: Loop | None = None
 
 
@@ -81,7 +81,7 @@ class Levels:
     moving: set[Value]  # what may be differentiated: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
-    parts: Container[Value]  # the values of which each micro-batch of a loop gives a part
+    folds: Container[Value]  # the values of which each micro-batch of a loop gives a part
 
     @property
     def loops(self) -> list[Loop]:

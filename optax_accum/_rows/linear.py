@@ -17,7 +17,7 @@ from optax_accum._rows.moving import Moves
 from optax_accum._rows.registry import known
 
 
-class Sort(enum.IntEnum):
+class Dependence(enum.IntEnum):
     """How a value depends on the cotangents."""
 
     ZERO = 0
@@ -26,7 +26,7 @@ class Sort(enum.IntEnum):
     OTHER = 3
 
 
-Sorts = list[Sort]
+Dependences = list[Dependence]
 
 
 def nonlinear_rules(eqn: Any, moves: Moves = None) -> Iterator[Any]:
@@ -54,17 +54,17 @@ def _is_linear(eqn: Any, moves: Moves) -> bool:
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     count = len(backward.jaxpr.invars) - len(eqn.invars)
-    sorts = [Sort.FIXED] * len(eqn.invars) + [Sort.LINEAR] * count
-    return all(sort in (Sort.ZERO, Sort.LINEAR) for sort in _sorts(backward, sorts))
+    found = [Dependence.FIXED] * len(eqn.invars) + [Dependence.LINEAR] * count
+    return all(each in (Dependence.ZERO, Dependence.LINEAR) for each in _dependences(backward, found))
 
 
-def _sorts(program: Any, sorts: Sorts) -> Sorts:
+def _dependences(program: Any, found: Dependences) -> Dependences:
     jaxpr, _ = compilers.opened(program)
-    env = dict(zip(jaxpr.invars, sorts, strict=True)) | dict.fromkeys(jaxpr.constvars, Sort.FIXED)
+    env = dict(zip(jaxpr.invars, found, strict=True)) | dict.fromkeys(jaxpr.constvars, Dependence.FIXED)
 
-    def read(atom: Any) -> Sort:
+    def read(atom: Any) -> Dependence:
         if isinstance(atom, core.Literal):
-            return Sort.FIXED if np.any(np.asarray(atom.val)) else Sort.ZERO
+            return Dependence.FIXED if np.any(np.asarray(atom.val)) else Dependence.ZERO
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -72,46 +72,47 @@ def _sorts(program: Any, sorts: Sorts) -> Sorts:
     return list(map(read, jaxpr.outvars))
 
 
-def _of_equation(eqn: Any, ins: Sorts) -> Sorts:
+def _of_equation(eqn: Any, ins: Dependences) -> Dependences:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         outs = _of_scan(eqn, ins)
     elif name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
-        outs = _sorts(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
+        outs = _dependences(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
         outs = [_of_operation(eqn, ins)] * len(eqn.outvars)
     exact = lambda var: not jnp.issubdtype(var.aval.dtype, jnp.inexact)
     return [
-        Sort.OTHER if sort is Sort.LINEAR and exact(var) else sort for var, sort in zip(eqn.outvars, outs, strict=True)
+        Dependence.OTHER if each is Dependence.LINEAR and exact(var) else each
+        for var, each in zip(eqn.outvars, outs, strict=True)
     ]
 
 
-def _of_scan(eqn: Any, ins: Sorts) -> Sorts:
+def _of_scan(eqn: Any, ins: Dependences) -> Dependences:
     consts, carried = compilers.sizes_of_scan(eqn)
     carry = ins[consts : consts + carried]
     while True:
-        outs = _sorts(eqn.params["jaxpr"], [*ins[:consts], *carry, *ins[consts + carried :]])
+        outs = _dependences(eqn.params["jaxpr"], [*ins[:consts], *carry, *ins[consts + carried :]])
         joined = [_together([a, b]) for a, b in zip(carry, outs[:carried], strict=True)]
         if joined == carry:
             return [*carry, *outs[carried:]]
         carry = joined
 
 
-def _together(ins: Sorts) -> Sort:
+def _together(ins: Dependences) -> Dependence:
     """An operation that is linear in all of its operands together."""
-    sorts = {sort for sort in ins if sort is not Sort.ZERO} or {Sort.ZERO}
-    return sorts.pop() if len(sorts) == 1 else Sort.OTHER
+    found = {each for each in ins if each is not Dependence.ZERO} or {Dependence.ZERO}
+    return found.pop() if len(found) == 1 else Dependence.OTHER
 
 
-def _of_operation(eqn: Any, ins: Sorts) -> Sort:
+def _of_operation(eqn: Any, ins: Dependences) -> Dependence:
     """The result of an operation that is linear in some of its operands, if the others are fixed."""
-    zero = {place for place, sort in enumerate(ins) if sort is Sort.ZERO}
-    fixed = {place for place, sort in enumerate(ins) if sort is Sort.FIXED}
+    zero = {place for place, each in enumerate(ins) if each is Dependence.ZERO}
+    fixed = {place for place, each in enumerate(ins) if each is Dependence.FIXED}
     groups = known(eqn.primitive.name).linear_groups(eqn)
     if any(group <= zero for group in groups):
-        return Sort.ZERO
+        return Dependence.ZERO
     if len(zero) + len(fixed) == len(ins):
-        return Sort.FIXED
-    moving = {place for place, sort in enumerate(ins) if sort is Sort.LINEAR}
+        return Dependence.FIXED
+    moving = {place for place, each in enumerate(ins) if each is Dependence.LINEAR}
     is_linear = any(moving <= group <= moving | zero for group in groups)
-    return Sort.LINEAR if is_linear and Sort.OTHER not in ins else Sort.OTHER
+    return Dependence.LINEAR if is_linear and Dependence.OTHER not in ins else Dependence.OTHER

@@ -16,17 +16,17 @@ from optax_accum._core import compilers
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The `number` units of a device, dealt out to `parts` micro-batches of `size` units each."""
+    """The `number` units of a device, dealt out to `microbatches` micro-batches of `size` units each."""
 
     number: int
-    parts: int
+    microbatches: int
     block: int = 1  # the rows of a unit
     devices: int = 1
     device: Any = 0  # the index of this one
 
     @property
     def size(self) -> int:
-        return -(-self.number // self.parts)
+        return -(-self.number // self.microbatches)
 
     @property
     def rows(self) -> int:
@@ -36,12 +36,12 @@ class Units:
     @property
     def fills(self) -> bool:
         """Whether some micro-batches are filled up with copies."""
-        return self.size * self.parts != self.number
+        return self.size * self.microbatches != self.number
 
     def interleaved(self, leaf: jax.Array, axis: int) -> jax.Array:
-        """All rows, with the micro-batch's index as the second axis: [size, parts, block, ...]."""
+        """All rows, with the micro-batch's index as the second axis: [size, microbatches, block, ...]."""
         rows = self.filled(self.first(leaf, axis))
-        return compilers.reshaped(rows, self.size, self.parts, *rows.shape[1:])
+        return compilers.reshaped(rows, self.size, self.microbatches, *rows.shape[1:])
 
     def first(self, leaf: jax.Array, axis: int) -> jax.Array:
         """All rows, with their units first: [number, block, ...]."""
@@ -50,7 +50,7 @@ class Units:
 
     def filled(self, rows: jax.Array) -> jax.Array:
         """Appends copies of the first units [number, ...], which fill up the last micro-batches."""
-        return jnp.concatenate([rows, rows[: self.size * self.parts - self.number]]) if self.fills else rows
+        return jnp.concatenate([rows, rows[: self.size * self.microbatches - self.number]]) if self.fills else rows
 
     def along(self, rows: jax.Array, axis: int) -> jax.Array:
         """The inverse of `first`, for some units."""
@@ -69,7 +69,7 @@ class Units:
     def joined(self, parts: jax.Array, axis: int) -> jax.Array:
         """The inverse of `cut`."""
         rows = jnp.moveaxis(parts, axis + 1, 1)
-        rows = compilers.reshaped(rows, self.parts, self.size, rows.shape[1] // self.size, *rows.shape[2:])
+        rows = compilers.reshaped(rows, self.microbatches, self.size, rows.shape[1] // self.size, *rows.shape[2:])
         return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.number], axis)
 
     def share(self, numbers: jax.Array, leaf: Any) -> Any:
@@ -78,7 +78,7 @@ class Units:
 
     def of_part(self, index: Any) -> jax.Array:
         """The indices of one micro-batch's units; units from `number` on count for nothing."""
-        return index + self.parts * jnp.arange(self.size)
+        return index + self.microbatches * jnp.arange(self.size)
 
     def chosen(self, leaf: jax.Array, axis: int, units: jax.Array) -> jax.Array:
         """The rows of these units, of the rows of all devices."""

@@ -50,7 +50,7 @@ class Course:
 
 def may_differ(leaf: Any, axes: Axes) -> bool:
     """Whether the type of a value leaves it open that it differs; under `check_vma=False` types tell nothing."""
-    return bool(axes) and (mapped.differs(leaf, axes) or not mapped.tells_apart(axes))
+    return bool(axes) and (mapped.differs(leaf, axes) or not mapped.types_track_devices(axes))
 
 
 def may_be_decided(equation: Any) -> bool:

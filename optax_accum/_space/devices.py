@@ -143,7 +143,7 @@ def has_several(state: AccumulationState) -> bool:
 
 def check_local(grads: Tree, axes: Axes) -> None:
     """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
-    if not mapped.tells_apart(axes):
+    if not mapped.types_track_devices(axes):
         return
     for path, leaf in by_path(grads):
         if not is_float0(leaf) and not set(axes) <= compilers.varying_axes(leaf):

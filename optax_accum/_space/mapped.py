@@ -173,7 +173,7 @@ def varying(tree: Tree, axes: Axes) -> Tree:
 
     Where types do not tell such values apart nothing is done: JAX 0.7.2 would add their cotangents over devices.
     """
-    if not axes or not tells_apart(axes):
+    if not axes or not types_track_devices(axes):
         return tree
 
     def vary(leaf: Any) -> Any:
@@ -193,7 +193,7 @@ def axes_of(rows: jax.Array) -> Axes:
     return tuple(sorted(compilers.varying_axes(rows))) if rows.ndim else ()
 
 
-def tells_apart(axes: Axes) -> bool:
+def types_track_devices(axes: Axes) -> bool:
     """Whether types tell here which values differ between devices: not under `check_vma=False`."""
     return differs(jax.lax.axis_index(axes), axes)
 

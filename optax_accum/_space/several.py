@@ -100,7 +100,7 @@ class InShardMap(Several):
     def __init__(self, devices: Devices):
         super().__init__(devices)
         self.inside = self.axes
-        if self.dtype is not None and mapped.tells_apart(self.axes):
+        if self.dtype is not None and mapped.types_track_devices(self.axes):
             raise ValueError(
                 "Devices(dtype=) inside jax.shard_map needs check_vma=False: to JAX, what devices gather differs "
                 f"between them. Pass that, or leave out dtype={self.dtype.name}."
@@ -131,7 +131,9 @@ class InShardMap(Several):
 
     def _missing(self) -> str | None:
         # No type says that a sum, written in the place of partial sums, is the same on all devices.
-        return super()._missing() or ("check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None)
+        return super()._missing() or (
+            "check_vma=False in jax.shard_map" if mapped.types_track_devices(self.axes) else None
+        )
 
     def _joined(self, local: Tree) -> Tree:
         return self.as_local(local)

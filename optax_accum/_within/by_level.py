@@ -41,19 +41,19 @@ def evaluated(
     """The values of a program, evaluated so; `asked` says what becomes of some sums, and what is measured of them."""
     store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), asked=asked, sampled=sampled)
     for stage in levels.stages:
-        for equation in stage.once:
-            run_once(equation, levels, store)
+        for equation in stage.before_loop:
+            run_whole(equation, levels, store)
         if stage.loop:
             run(stage.loop, levels, store)
     return store
 
 
-def run_once(equation: Equation, levels: Levels, store: Store) -> None:
+def run_whole(equation: Equation, levels: Levels, store: Store) -> None:
     with explained(equation):
-        _run_once(equation, levels, store)
+        _run_whole(equation, levels, store)
 
 
-def _run_once(equation: Equation, levels: Levels, store: Store) -> None:
+def _run_whole(equation: Equation, levels: Levels, store: Store) -> None:
     if _is_of_widened(equation, store):
         (value,), (result,) = equation.ins, equation.outs
         store.values[result] = shared.followed(lambda leaf: followed(equation, [leaf])[0], store.values[value])
@@ -147,7 +147,7 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
     def given(value: Value, result: jax.Array) -> jax.Array:
         return result if value in levels.moving or not levels.moving else jax.lax.stop_gradient(result)
 
-    store.parts.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
+    store.slices.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
     for (value, fold), total in zip(loop.sums.items(), totals, strict=True):
         if fold is SUM and not levels.moving and value not in loop.onto:
             store.sums[value] = total
@@ -185,7 +185,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     given, xs = (constants, interleaved), [store.cut(value) for value in moving]
     if levels.moving:
         iteration = loops.recomputed(part, list(store.values.values()))
-        results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.parts), xs))
+        results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
         return results[: len(loop.rows)], [fold.along(leaf, axis=0) for fold, leaf in found]
     sums = [store.asked.get(value, Result(fold)) for value, fold in loop.sums.items()]
@@ -193,7 +193,9 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     results = [*[Result()] * len(loop.rows), *sums]
     replaced = _replaced(loop, moving, xs)
     results[: len(loop.rows)] = [Result(over=at) for at in replaced]
-    found, samples = folded(lambda index, rows: part(given, wide, index, rows), xs, units.parts, results, sampled)
+    found, samples = folded(
+        lambda index, rows: part(given, wide, index, rows), xs, units.microbatches, results, sampled
+    )
     store.samples = samples if sampled is not NOTHING else store.samples
     return found[: len(loop.rows)], found[len(loop.rows) :]
 

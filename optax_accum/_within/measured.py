@@ -62,7 +62,7 @@ def measured(
 ) -> tuple[dict[Value, Result], Sampled]:
     """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
     params, units = program.call[program.call.params], program.units
-    if units.devices * units.parts == 1:
+    if units.devices * units.microbatches == 1:
         meter.warn_of_one_sample()
     found = [sum_of(value, program.levels) for value in gradient]
     sums = [value for value in found if value is not None]

@@ -149,7 +149,7 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
             raise
         warn_undivided(error)
         return None, on_device(call).apply(fun)
-    if device.is_alone and traced.units.parts == 1:
+    if device.is_alone and traced.units.microbatches == 1:
         return None, on_device(call).apply(fun)
     values = _arrays(call.with_values((*others, *call.batch), (*wide, *traced.call[call.batch])))
     outputs = traced.returned(by_level.evaluate(traced.levels, traced.units, traced.device, values))

@@ -30,13 +30,13 @@ class Alive(NamedTuple):
       local: micro-batches that run on this device.
       anywhere: micro-batches that run on any device. All devices run them, at least for the carry, which must
         stay the same on all.
-      together: whether all devices run in full a micro-batch that any device runs: one that is not alive here is left
-        out of the sums.
+      all_devices_run: whether all devices run in full a micro-batch that any device runs: one that is not alive here
+        is left out of the sums.
     """
 
     local: Flags
     anywhere: Flags
-    together: bool = False
+    all_devices_run: bool = False
 
     @property
     def differ(self) -> bool:
@@ -60,7 +60,7 @@ Done = tuple[Any, Tree]  # the sums, and the last carry
 class MicroBatches:
     """The micro-batches of one device: the full ones, and the remainder, whose index is the number of full ones."""
 
-    parts: Callable[[Call], Parts]  # calls `fun`
+    call_fun: Callable[[Call], Parts]
     device: Device
     call: Call  # of the whole batch
     split: splitting.Split
@@ -80,14 +80,14 @@ class MicroBatches:
         first = self.iteration(0, self.call.carried).call
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
-            parts = self.parts(first.with_values(names, values))
+            parts = self.call_fun(first.with_values(names, values))
             for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
 
         loss = trace_or_run(parts_of, first[names])
         if draws.may_hide(loss.program, first):
-            draws.check_keys(self.parts, self.iteration(0, self.call.carried).call, self.call)
+            draws.check_keys(self.call_fun, self.iteration(0, self.call.carried).call, self.call)
         results.check_carry(self.call.carried, loss.shapes.carry)
         return loss
 
@@ -96,8 +96,8 @@ class MicroBatches:
 
         All devices run its loops and branches together, where one may have to wait for another.
         """
-        parts = functools.partial(_in_step, self.parts, self.device, loss.jaxpr.eqns)
-        return dataclasses.replace(self, parts=convolutions.fast_in_loops(parts, loss.jaxpr.eqns))
+        parts = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
+        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(parts, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
         """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
@@ -112,13 +112,13 @@ class MicroBatches:
 
         def hand_on(index: Any, done: Done) -> Done:
             sums, carry = done
-            return sums, self._handed_on(self.parts(self.iteration(index, carry).call))
+            return sums, self._handed_on(self.call_fun(self.iteration(index, carry).call))
 
         def run_iteration(index: Any, done: Done) -> Done:
             if not alive.differ:
                 return run(index, done)
             local = self.at(index, alive.local)
-            if alive.together:
+            if alive.all_devices_run:
                 sums, carry = run(index, done)
                 return selected(local, sums, done[0]), carry
             done = loops.if_alive(local, functools.partial(run, index), done, static=static)

@@ -201,7 +201,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     traced = micro_batches.traced()
     closure = shared.Closure(values)
     if closure.widen(traced.program.consts):
-        micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
+        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, parts))
     micro_batches = micro_batches.with_fast_convolutions(traced)
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
@@ -213,7 +213,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 
     def add(totals: Tree, iteration: Iteration) -> tuple[Tree, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
-            parts = micro_batches.parts(iteration.call)
+            parts = micro_batches.call_fun(iteration.call)
         return outputs.add(totals, parts.loss, iteration.index, shares.of(iteration.index)), parts
 
     totals, carry = micro_batches.in_order(add, outputs.start(), alive, static=static)

@@ -178,7 +178,7 @@ def _combined(fold: Fold) -> Callable[..., jax.Array]:
 
 
 def _stack(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return meshes.filled([split.parts], shape, 0)
+    return meshes.filled([split.microbatches], shape, 0)
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:

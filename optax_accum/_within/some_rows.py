@@ -33,7 +33,7 @@ def evaluate_some(
             elif known.kinds[equation] is Kind.PARTIAL:
                 if equation.name in ADDS and isinstance(known, Levels):
                     pairs = zip(values, equation.ins, strict=True)
-                    values = [leaf if value in known.parts else units.share(numbers, leaf) for leaf, value in pairs]
+                    values = [leaf if value in known.folds else units.share(numbers, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
                 results = of_rows(equation, units, values, numbers)
@@ -53,7 +53,7 @@ def _layers_of_rows(
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
     (body,) = bodies.each
-    for place in (place for place in range(carried) if bodies.parts[place]):
+    for place in (place for place in range(carried) if bodies.are_sums[place]):
         start[place] = start[place].astype(dtypes.wide(start[place].dtype))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -118,7 +118,7 @@ def _branches_of_rows(
     def branch(body: Body) -> Any:
         def run(*operands: Any) -> list[Any]:
             results = _of_body(body, units, operands, numbers)
-            triples = zip(results, bodies.parts, types, strict=True)
+            triples = zip(results, bodies.are_sums, types, strict=True)
             return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
 
         return run

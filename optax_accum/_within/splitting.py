@@ -26,7 +26,7 @@ class Split(NamedTuple):
     rest: int
 
     @property
-    def parts(self) -> int:
+    def microbatches(self) -> int:
         """The number of micro-batches."""
         return self.full + (self.rest > 0)
 

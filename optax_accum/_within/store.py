@@ -27,7 +27,7 @@ class Store:
     units: Units
     device: Device
     values: dict[Value, Any]
-    parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    slices: dict[Value, Any] = dataclasses.field(default_factory=dict)
     sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
     passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
     asked: Mapping[Value, Result] = dataclasses.field(default_factory=dict)  # what becomes of some sums
@@ -46,10 +46,10 @@ class Store:
         if value not in self.values and value in self.sums:
             self.values[value] = self.device.joined(SUM, self.sums[value]).astype(value.aval.dtype)
         if value not in self.values and value.axis is None:
-            self.values[value] = self.parts[value][0]  # the same for each micro-batch
+            self.values[value] = self.slices[value][0]  # the same for each micro-batch
         if value not in self.values:
-            parts = meshes.cuttable(self.parts[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
-            joined = self.units.joined(parts, axis_of(value))
+            slices = meshes.cuttable(self.slices[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
+            joined = self.units.joined(slices, axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
 
@@ -71,9 +71,9 @@ class Store:
         return meshes.cuttable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
 
     def cut(self, value: Value) -> Any:
-        if value not in self.parts:
-            self.parts[value] = self.units.cut(self.cuttable(value), axis_of(value))
-        return self.parts[value]
+        if value not in self.slices:
+            self.slices[value] = self.units.cut(self.cuttable(value), axis_of(value))
+        return self.slices[value]
 
 
 def axis_of(value: Value) -> int:

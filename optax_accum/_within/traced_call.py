@@ -55,7 +55,7 @@ class TracedCall:
 
 def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
     """The number of micro-batches on each device."""
-    return split_rows(batch, sizes, devices).parts
+    return split_rows(batch, sizes, devices).microbatches
 
 
 def trace_call(
