@@ -61,7 +61,7 @@ def loss(params, batch, key):
 
 
 def main(arguments=None):
-    """Trains; returns the state, and the loss of each update."""
+    """Trains; returns the state, and the loss of each update that this run made."""
     args = parser.parse_args(arguments)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 10, args.updates + 10)  # counts updates
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
@@ -89,7 +89,7 @@ def main(arguments=None):
         if optax_accum.has_updated(state["opt"]):
             losses.append(float(state["opt"].mean_args["value"].mean))  # over the window
             bar.set_postfix(loss=f"{losses[-1]:.3f}", update=int(state["opt"].gradient_step))
-        if manager and (call + 1) % SAVE_EVERY == 0:
+        if manager and ((call + 1) % SAVE_EVERY == 0 or call + 1 == calls):
             manager.save(call + 1, args=ocp.args.StandardSave(state))
     if manager:
         manager.wait_until_finished()

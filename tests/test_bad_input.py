@@ -668,7 +668,7 @@ def test_a_one_where_jax_takes_argnums_is_asked_about():
     loss = lambda x, params: jnp.mean(x @ params["w"] + params["b"])
     with pytest.raises(ValueError, match="must have the same number of rows") as caught:
         optax_accum.value_and_grad(loss, 1)(jnp.ones((4, 3)), {"w": jnp.ones((3, 2)), "b": jnp.ones(2)})
-    assert "jax.value_and_grad: argnums=1" in caught.value.__notes__[0]
+    assert "pass it as argnums=1" in caught.value.__notes__[0]
 
 
 def test_weight_of_takes_what_fun_returned():

@@ -175,7 +175,10 @@ class Explanation:
 
 
 # The error of a step across calls says it, too.
-BY_ITSELF = "If each micro-batch is to count by itself, as with optax.MultiSteps, build the step with exact=False."
+BY_ITSELF = (
+    "If each micro-batch is to count by itself, as with optax.MultiSteps, build the step with exact=False; then each "
+    "counts by its rows: pass weight= if rows are padded."
+)
 _BEFORE = {
     NOT_EXACT: "Across calls no weight gives the whole batch's gradient:",
     CANNOT_BE_READ: "Across calls it cannot be read how much a micro-batch counts:",

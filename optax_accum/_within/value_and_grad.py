@@ -231,10 +231,10 @@ def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
 
 
 def _check_batch(rules: CallRules, call: Call) -> None:
-    """Raises for a batch without rows; it may be the parameters of a caller who takes 1 for `argnums`."""
+    """Raises for a batch whose leaves have no rows in common: the parameters, perhaps, where 1 was meant as argnums."""
     try:
         count_rows(call[call.batch])
     except ValueError as error:
-        if rules.sizes.num_microbatches == 1:
-            error.add_note("1 is num_microbatches here. For the second argument of jax.value_and_grad: argnums=1.")
+        if rules.sizes.num_microbatches == 1 and len(jax.tree.leaves(call[call.batch])) > 1:
+            error.add_note("If the second argument was meant as in jax.value_and_grad, pass it as argnums=1.")
         raise
