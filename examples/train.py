@@ -84,15 +84,18 @@ def main(arguments=None):
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
 
     losses, calls = [], args.updates * args.across
-    for call in (bar := tqdm.trange(int(state["calls"]), calls, initial=int(state["calls"]), total=calls)):
-        state = train_step(state, batch_of(call, ROWS // args.across))
-        if optax_accum.has_updated(state["opt"]):
-            losses.append(float(state["opt"].mean_args["value"].mean))  # over the window
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", update=int(state["opt"].gradient_step))
-        if manager and ((call + 1) % SAVE_EVERY == 0 or call + 1 == calls):
-            manager.save(call + 1, args=ocp.args.StandardSave(state))
-    if manager:
-        manager.wait_until_finished()
+    bar = tqdm.trange(int(state["calls"]), calls, initial=int(state["calls"]), total=calls)
+    try:
+        for call in bar:
+            state = train_step(state, batch_of(call, ROWS // args.across))
+            if optax_accum.has_updated(state["opt"]):
+                losses.append(float(state["opt"].mean_args["value"].mean))  # over the window
+                bar.set_postfix(loss=f"{losses[-1]:.3f}", update=int(state["opt"].gradient_step))
+            if manager and ((call + 1) % SAVE_EVERY == 0 or call + 1 == calls):
+                manager.save(call + 1, args=ocp.args.StandardSave(state))
+    finally:
+        if manager:
+            manager.close()  # when the last checkpoint is complete
     return state, losses
 
 

@@ -348,3 +348,67 @@ def test_the_gradient_by_rows_on_which_parameters_act_without_one(name, argnum):
     loss = lambda p, x: jnp.sum(STILL[name](p, x) * p * x)
     small, whole = optax_accum.value_and_grad(loss, 3), jax.value_and_grad(loss)
     close(jax.grad(lambda *args: small(*args)[1], argnum)(p, x), jax.grad(lambda *args: whole(*args)[1], argnum)(p, x))
+
+
+@jax.custom_vjp
+def unit(w):
+    """Its gradient has norm 1, as a clip has: a rule that takes the whole cotangent."""
+    return w
+
+
+unit.defvjp(lambda w: (w, None), lambda _, g: (g / jnp.linalg.norm(g),))
+BY_COUNTER = {
+    "cond": lambda i, w: jax.lax.cond(i > 2, unit, lambda w: w, w),
+    "switch": lambda i, w: jax.lax.switch(i - 2, [lambda w: w, unit], w),
+    "scan": lambda i, w: jax.lax.scan(lambda w, _: (unit(w), None), w * i, jnp.arange(2))[0],
+    "jit": lambda i, w: jax.jit(lambda i, w: unit(w * i))(i, w),
+    "after": lambda i, w: unit(w * i),
+}
+
+
+@pytest.mark.parametrize("name", BY_COUNTER)
+def test_a_rule_on_parameters_that_a_counter_decides_takes_the_whole_cotangent(name):
+    """The counter of a loop over layers is the same for each micro-batch; what a derivative makes of it is not."""
+    params = {"layers": jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32), "w": jnp.eye(4)}
+    x = jnp.asarray(rng.normal(size=(12, 4)), jnp.float32)
+
+    def loss(params, x):
+        layer = lambda carry, w: ((carry[0] + 1, jnp.tanh(carry[1] @ w)), None)
+        (count, h), _ = jax.lax.scan(layer, (0, x), params["layers"])
+        return jnp.mean(h @ BY_COUNTER[name](count, params["w"]))
+
+    want = jax.jit(jax.grad(loss))(params, x)
+    close(jax.jit(jax.grad(optax_accum.microbatched(loss, 5)))(params, x), want)
+    close(jax.jit(optax_accum.value_and_grad(loss, 5))(params, x)[1], want)
+
+
+def test_what_a_counter_decides_is_not_kept_for_each_micro_batch():
+    """Decay that grows with the counter of a loop: its gradient is as large as the parameters."""
+    params, x = {"w": jnp.eye(4), "u": jnp.ones((256, 256))}, jnp.ones((16, 4))
+
+    def loss(params, x):
+        (count, h), _ = jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] @ params["w"]), None), (0, x), jnp.arange(3))
+        return jnp.mean(h**2) + count * jnp.sum(params["u"] ** 2)
+
+    program = jax.jit(optax_accum.value_and_grad(loss, 8)).lower(params, x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < params["u"].nbytes
+    close(program(params, x), jax.value_and_grad(loss)(params, x))
+
+
+EXTREMES = {
+    "max": lambda s, x: jnp.sum(x.max(0) * s),
+    "min of some": lambda s, x: jnp.sum(jnp.where(x > 0, x, 9.0).min(0) * s),
+    "scaled": lambda s, x: jnp.sum(x / jnp.abs(x).max(0)[None] * s[None]),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_gradient_of_an_extreme_of_the_batch_over_devices(name):
+    """The devices' extremes were joined by one without a derivative."""
+    s, x = jnp.array([1.0, 2.0]), jnp.asarray(rng.normal(size=(8, 2)), jnp.float32)
+    want = jax.grad(EXTREMES[name], (0, 1))(s, x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+        got = jax.jit(jax.grad(optax_accum.microbatched(EXTREMES[name], 2, devices="data"), (0, 1)))(s, rows)
+    close(jax.device_get(got), want)

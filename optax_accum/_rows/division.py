@@ -34,6 +34,7 @@ FOLLOWS = frozenset(
     ]
 )
 ADDS = ("add", "add_any", "sub")
+SMALL = 128  # entries
 _LAYOUT = frozenset(["reshape", "squeeze", "transpose"])
 _AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max", "min", "select_n"}
 
@@ -206,10 +207,16 @@ class Division:
         return of_params and equation.name in _LAYOUT and self.moving.isdisjoint(equation.ins)
 
     def _is_of_counters(self, equation: Equation) -> bool:
-        """Whether an equation takes a loop's counter: each micro-batch does it again, and no loop must end for it."""
+        """Whether an equation takes a loop's counter: each micro-batch does it again, and no loop must end for it.
+
+        Not where a derivative passes, since a user's rule takes the whole cotangent, and only small results: what is
+        used after its loop is kept for each micro-batch.
+        """
         last = max((self.level.get(value, 0) for value in equation.ins), default=0)
-        counters = self.same.intersection(equation.ins)
-        return not equation.single.effects and any(self.level[value] == last for value in counters)
+        counters = [value for value in self.same.intersection(equation.ins) if self.level[value] == last]
+        if not counters or equation.single.effects or not self.moving.isdisjoint(equation.ins):
+            return False
+        return max(value.aval.size for value in equation.outs) <= SMALL
 
     def _is_narrow(self, equation: Equation) -> bool:
         """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
@@ -226,7 +233,7 @@ class Division:
 
         Made again in another loop, no row need be equal to it. So all rows are kept, and the extreme is taken of these.
         """
-        if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
+        if equation.name not in ("reduce_max", "reduce_min"):
             return False
         result = equation.outs[0]
         if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
@@ -234,6 +241,8 @@ class Division:
         if result in self.moving:
             uses = self.used_by.get(result, [])
             return result in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+        if self.model.isdisjoint(equation.ins):
+            return False
         todo = [result]
         while todo:
             uses = self.used_by.get(todo.pop(), [])

@@ -24,10 +24,20 @@ def test_both_ways_make_the_updates_of_the_whole_batch(monkeypatch):
     assert (across["calls"], across["opt"].gradient_step) == (12, 3)
 
 
+def stop():
+    raise KeyboardInterrupt
+
+
 def test_a_run_goes_on_in_the_middle_of_a_window(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "SAVE_EVERY", 6)
     options = ["--across", "4", "--checkpoints", str(tmp_path), "--updates"]
-    first, losses = train.main([*options, "2"])  # eight calls: saved after the sixth
+    whole, losses = train.main(["--across", "4", "--updates", "2"])
+    batch_of = train.batch_of
+    monkeypatch.setattr(train, "batch_of", lambda call, rows: batch_of(call, rows) if call < 7 else stop())
+    with pytest.raises(KeyboardInterrupt):  # at the last of eight calls
+        train.main([*options, "2"])
+    monkeypatch.setattr(train, "batch_of", batch_of)
     again, rest = train.main([*options, "2"])
     assert (len(losses), len(rest)) == (2, 1)
-    jax.tree.map(np.testing.assert_array_equal, again, first)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    assert train.main([*options, "2"])[1] == []  # the end is saved, too
