@@ -5,6 +5,7 @@ import json
 import pathlib
 
 HEAD = "# Gallery\n\nEach notebook runs on a CPU in a minute or two, and in Colab. A picture leads to its notebook.\n"
+MENU = "```{toctree}\n:hidden:\n:glob:\n\nREADME\n[0-9]*\n```\n"
 CARD = """\
 :::{{grid-item-card}} {title}
 :link: {name}
@@ -22,8 +23,8 @@ def write(folder: pathlib.Path) -> None:
         title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
         (folder / f"{path.stem}.png").write_bytes(picture(path))
         cards.append(CARD.format(title=title, name=path.stem))
-    grid = "::::{grid} 1 2 2 2\n:gutter: 3\n\n" + "\n".join(cards) + "\n::::\n"
-    (folder / "gallery.md").write_text(f"{HEAD}\n{grid}")
+    grid = "::::{grid} 1 2 3 3\n:gutter: 3\n\n" + "\n".join(cards) + "\n::::\n"
+    (folder / "gallery.md").write_text(f"{HEAD}\n{grid}\n{MENU}")
 
 
 def picture(path: pathlib.Path) -> bytes:

@@ -419,11 +419,11 @@ def _lines(dark: bool) -> list[dict[str, Any]]:
 def _draw_losses(axes: Any, settings: Settings, ways: list[Way]) -> None:
     measured = np.minimum(np.arange(len(ways[0].losses)) * CHECK, settings.updates)
     for way, line in zip(ways, _lines(settings.dark), strict=True):
-        label = f"{way.name}: {_percent(way.errors[0])}" if way is not ways[0] else way.name
+        label = f"{way.name}: {_percent(way.errors[0]) if way is not ways[0] else 0}"
         axes.plot(measured, way.losses, label=label, **line)
     top = max(way.losses[1] for way in ways)  # from where they part; all start alike
     axes.set(title="Held-out loss per token", xlabel="update", ylim=(None, top))
-    axes.legend(frameon=False, title="Error of the first gradient", alignment="left", handlelength=1.5)
+    axes.legend(frameon=False, title="The first gradient is off by", alignment="left", handlelength=1.5)
 
 
 def _percent(error: float) -> str:
