@@ -107,6 +107,13 @@ def setup(app: Any) -> None:
 def _links_inside(app: Any, page: str, source: list[str]) -> None:
     """Links that lead to files in the repository lead to pages, where these are pages, or to the code host."""
     text = source[0]
+    if (
+        page == "api"
+    ):  # where a code host shows the page, its names lead nowhere
+        named = lambda row: re.sub(
+            r"`([\w.]+)`", r"{py:obj}`\1 <optax_accum.\1>`", row[0]
+        )
+        text = re.sub(r"^\| `[^|]*\|", named, text, flags=re.MULTILINE)
     text = text.replace("](../notebooks/", "](notebooks/").replace(
         "](../CHANGELOG.md", "](changelog.md"
     )
