@@ -15,6 +15,7 @@ from tests import paths, programs
 from tests.any_loss import drawn as ordinary
 from tests.any_loss import rare
 from tests.tiers import sweep
+from tests.versions import JAX
 
 MAKERS = {name: maker for makers in (ordinary.SOUND, rare.SOUND) for name, maker in makers.items()}
 for faults in (ordinary.FAULTS, rare.FAULTS):
@@ -193,7 +194,7 @@ def test_rows_that_are_made_again_need_the_memory_of_a_micro_batch():
         return programs.compiled(ours.lower(*args)).memory_analysis().temp_size_in_bytes / (4096 * 16 * 4)
 
     assert batches(0) > 8
-    assert batches(4.0) < 4
+    assert batches(4.0) < (5 if JAX[:2] == (0, 10) else 4)
 
 
 RECOMPUTED = [0.5, 4.0]
