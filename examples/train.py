@@ -9,6 +9,7 @@ With `--checkpoints DIR`, a run that was stopped goes on from its last checkpoin
 import argparse
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ class Model(nn.Module):
     """A decoder of two layers on bytes."""
 
     @nn.compact
-    def __call__(self, tokens, train):  # noqa: D102
+    def __call__(self, tokens: jax.Array, train: bool) -> Any:  # noqa: D102
         h = nn.Embed(128, WIDTH)(tokens) + self.param("place", nn.initializers.normal(0.02), (LENGTH, WIDTH))
         for _ in range(2):
             mask = nn.make_causal_mask(tokens)
@@ -43,7 +44,7 @@ class Model(nn.Module):
         return nn.Dense(128)(nn.LayerNorm()(h))
 
 
-def batch_of(call, rows):
+def batch_of(call: int, rows: int) -> dict[str, np.ndarray]:
     """The rows of a call, beginnings of texts, padded: after a restart the same ones."""
     order = np.random.default_rng(SEED).permutation(len(TEXTS))
     tokens = np.zeros((rows, LENGTH + 1), "i")
@@ -53,14 +54,14 @@ def batch_of(call, rows):
     return {"x": tokens[:, :-1], "y": tokens[:, 1:], "mask": (tokens[:, 1:] > 0).astype("f")}
 
 
-def loss(params, batch, key):
+def loss(params: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
     """The mean over tokens that are not padded."""
-    logits = Model().apply({"params": params}, batch["x"], train=True, rngs={"dropout": key})
+    logits: Any = Model().apply({"params": params}, batch["x"], train=True, rngs={"dropout": key})
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     return jnp.sum(batch["mask"] * each) / jnp.sum(batch["mask"])
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> tuple[Any, list[float]]:
     """Trains; returns the state, and the loss of each update that this run made."""
     args = parser.parse_args(arguments)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 10, args.updates + 10)  # counts updates
@@ -69,7 +70,7 @@ def main(arguments=None):
     grad_fn = optax_accum.value_and_grad(loss, num_microbatches=args.within)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state, batch):
+    def train_step(state: Any, batch: dict[str, jax.Array]) -> Any:
         value, grads = grad_fn(state["params"], batch, jax.random.fold_in(jax.random.key(SEED), state["calls"]))
         tokens = batch["mask"].sum()  # how much these rows count in the update
         params, opt = optax_accum.apply_gradients(tx, grads, state["opt"], state["params"], weight=tokens, value=value)
@@ -78,7 +79,8 @@ def main(arguments=None):
         return {"params": params, "opt": opt, "ema": ema, "calls": state["calls"] + 1}
 
     params = Model().init(jax.random.key(SEED), jnp.zeros((1, LENGTH), "i"), train=False)["params"]
-    state = {"params": params, "opt": tx.init(params), "ema": jax.tree.map(jnp.copy, params), "calls": jnp.int32(0)}
+    opt, ema = tx.init(params), jax.tree.map(jnp.copy, params)
+    state: Any = {"params": params, "opt": opt, "ema": ema, "calls": jnp.int32(0)}
     manager = ocp.CheckpointManager(args.checkpoints.absolute()) if args.checkpoints else None
     if manager and manager.latest_step() is not None:
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
