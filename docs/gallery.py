@@ -1,8 +1,14 @@
-"""The gallery of notebooks: a card for each, with its title and the picture of the cell tagged `gallery`."""
+"""The gallery of notebooks: a card for each, with its title and the picture of the cell tagged `gallery`.
+
+A picture of several panels shows one: the cell's metadata say where it begins and ends, `"panel": [0.5, 1]`.
+"""
 
 import base64
+import io
 import json
 import pathlib
+
+from PIL import Image
 
 HEAD = "# Gallery\n\nEach notebook runs on a CPU in a minute or two, and in Colab. A picture leads to its notebook.\n"
 MENU = "```{toctree}\n:hidden:\n:glob:\n\nREADME\n[0-9]*\n```\n"
@@ -28,7 +34,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def picture(path: pathlib.Path) -> bytes:
-    """Returns the picture of the cell that is tagged `gallery`."""
+    """Returns the picture of the cell that is tagged `gallery`, or one panel of it."""
     cells = json.loads(path.read_text())["cells"]
     tagged = [
         cell for cell in cells if "gallery" in cell["metadata"].get("tags", ())
@@ -42,4 +48,9 @@ def picture(path: pathlib.Path) -> bytes:
     if len(pictures) != 1:
         rule = "One cell, with one picture, has the tag `gallery`"
         raise ValueError(f"{rule}: {path.name} has {len(pictures)} of them.")
-    return base64.b64decode("".join(pictures[0]))
+    whole = Image.open(io.BytesIO(base64.b64decode("".join(pictures[0]))))
+    left, right = tagged[0]["metadata"].get("panel", (0, 1))
+    edges = round(left * whole.width), 0, round(right * whole.width), whole.height
+    panel = io.BytesIO()
+    whole.crop(edges).save(panel, "PNG")
+    return panel.getvalue()

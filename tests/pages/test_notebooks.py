@@ -3,11 +3,13 @@
 import ast
 import base64
 import importlib.util
+import io
 import json
 import re
 import tomllib
 
 import pytest
+from PIL import Image
 
 from benchmarks import notebooks
 from tests import ROOT
@@ -81,6 +83,15 @@ def test_the_gallery_shows_the_tagged_picture_and_not_the_largest(tmp_path):
     gallery.write(tmp_path)
     assert (tmp_path / "03_large_images.png").read_bytes() == tagged
     assert "03_large_images.png" in (tmp_path / "gallery.md").read_text()
+
+
+def test_the_gallery_shows_one_panel_of_several():
+    (cell,) = [cell for cell in cells(NOTEBOOKS[3]) if cell["metadata"]]
+    (drawn,) = [output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    width, height = Image.open(io.BytesIO(base64.b64decode(drawn))).size
+    panel = Image.open(io.BytesIO(gallery.picture(NOTEBOOKS[3])))
+    assert (panel.width, panel.height) == (round(cell["metadata"]["panel"][1] * width), height)
+    assert panel.width < 0.6 * width
 
 
 def test_a_notebook_without_the_tag_is_refused(tmp_path):
