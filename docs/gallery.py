@@ -50,7 +50,12 @@ def picture(path: pathlib.Path) -> bytes:
         raise ValueError(f"{rule}: {path.name} has {len(pictures)} of them.")
     whole = Image.open(io.BytesIO(base64.b64decode("".join(pictures[0]))))
     left, right = tagged[0]["metadata"].get("panel", (0, 1))
-    edges = round(left * whole.width), 0, round(right * whole.width), whole.height
+    edges = (
+        round(left * whole.width),
+        0,
+        round(right * whole.width),
+        whole.height,
+    )
     panel = io.BytesIO()
     whole.crop(edges).save(panel, "PNG")
     return panel.getvalue()
