@@ -333,10 +333,19 @@ def test_arguments_in_another_order():
         tx.update(tx.init(PARAMS), PARAMS, PARAMS)
 
 
-def test_the_info_of_another_policy():
-    policy = lambda grads, step, params: (jnp.array(False), {"norm": jnp.float32(0)})
-    tx, state = build(nonfinite=policy), build().init(PARAMS)
-    with pytest.raises(ValueError, match=r"info of the tree in the state.*tx.init\(params\).skip_state"):
+def forgets(grads, step, params):
+    return jnp.array(False), {"norm": jnp.float32(0)}
+
+
+def remembers(grads, step, params, info={"norm": 0.0}):  # noqa: B006
+    return jnp.array(False), {"norm": 2 * info["norm"]}
+
+
+@pytest.mark.parametrize("rule", [forgets, remembers])
+@pytest.mark.parametrize("as_nonfinite", [lambda rule: rule, optax_accum.discard_if], ids=["micro-batch", "window"])
+def test_the_info_of_another_policy(as_nonfinite, rule):
+    tx, state = build(nonfinite=as_nonfinite(rule)), build().init(PARAMS)
+    with pytest.raises(ValueError, match=r"info of the tree .* the state has \(\).*tx.init\(params\).skip_state"):
         update(tx, state=state)
     state = state._replace(skip_state=tx.init(PARAMS).skip_state)  # the remedy
     assert update(tx, state=state)[1].mini_step == 1
