@@ -51,9 +51,9 @@ def accumulate_gradients(
         mean:  g = sum_i w_i g_i / sum_i w_i
         sum:   g = sum_i w_i g_i
 
-    only when the window closes. Then this transformation *emits* the
-    updates of `inner`. At every other micro-step it *holds*: updates are
-    zeros, and the state of `inner` does not change.
+    only when the window closes: that is the optimizer step. Every other
+    micro-step only accumulates: updates are zeros, and the state of `inner`
+    does not change.
     Schedules inside `inner` count updates. Put clipping inside as well:
     outside, it would clip each micro-batch's gradient.
 
