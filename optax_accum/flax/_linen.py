@@ -64,8 +64,8 @@ class TrainState(train_state.TrainState, kw_only=True):
       * An optimizer that does not accumulate: what Flax's own does;
         `weight`, `flush`, `metrics` warn once.
       * A call that makes no update: `updates`, `params` and `batch_stats`
-        are the same, bit for bit. If a part of an `optax.chain` stands outside the
-        window, that part acts at every micro-step.
+        are the same, bit for bit. If a part of an `optax.chain` stands
+        outside the window, that part acts at every micro-step.
       * Closed late, by `weight=0, flush=True` alone: the statistics of the
         window step, as they should.
       * The window is discarded: no update, and the next micro-step begins
