@@ -942,7 +942,7 @@ KEY = jax.random.key(0)
     [
         (lambda: _split(loss, jnp.ones(3, int), X), "Only floating-point arguments .*Pass it as another argument[.]"),
         (lambda: _split(loss, W, {"x": X, "key": KEY}), "A key in a batch argument.*as an argument of its own[.]"),
-        (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not cut"),
+        (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not split"),
         (lambda: _split(lambda w, x, y: loss(w, x + y), W, X, jnp.ones((8, 1))), "batch_argnums[.]"),
         (lambda: _split(lambda w, x: x @ w, W, X), "fun must return a real scalar"),
         (lambda: _split(lambda w, x: optax_accum.Ratio(loss(w, x), W), W, X), "the count of a Ratio must be"),

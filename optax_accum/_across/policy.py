@@ -54,8 +54,8 @@ def discard_if(rule: Skip) -> WindowRule:
 
         tx = accumulate_gradients(inner, 8, nonfinite=discard_if(rule))
 
-    For spikes: the gradient of the whole batch tells them, and a
-    micro-batch's alone, which is noisier, does not. A window that `rule`
+    For spikes: they show in the gradient of the whole batch; that of one
+    micro-batch is too noisy to tell. A window that `rule`
     discards makes no update: parameters and the inner optimizer's state stay
     as they are, bit for bit, `has_updated` is False, and `discarded` counts
     it.

@@ -140,8 +140,8 @@ def accumulate_gradients(
         raise `every` with its state is an error.
       * An extra argument spelt nearly `weight` or `flush`: an error, unless
         `inner` reads it.
-      * `None`, `MaskedNode`, empty leaves, float0: pass through. What an
-        outer `optax.masked` leaves out has no accumulator.
+      * `None`, `MaskedNode`, empty leaves, float0: pass through. Leaves that
+        an outer `optax.masked` masks have no accumulator.
       * A name in `mean_args` that the state was not created with: an error.
       * The state of `inner`, or `info`, changes from integer to float or to
         complex: an error.
@@ -152,7 +152,7 @@ def accumulate_gradients(
 
       Known when running:
 
-      * Weight 0: adds nothing, even of a NaN, but the micro-step counts.
+      * Weight 0: adds nothing, not even a NaN, but the micro-step counts.
         Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.

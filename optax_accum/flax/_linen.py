@@ -225,7 +225,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         return self.replace(**{"step": self.step + 1, "updates": updates, **made, **replaced})
 
     def discard_window(self, when: Any = True) -> Self:
-        """Returns the state as if its unfinished window had not begun.
+        """Drops the micro-batches added since the last update.
 
         `optax_accum.discard_window` says more. `step` and metrics stay; the
         next micro-step begins metrics and `batch_stats` anew.

@@ -145,7 +145,7 @@ class Optimizer(nnx.Optimizer):
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)
 
     def discard_window(self, when: Any = True) -> None:
-        """Leaves the unfinished window, as if it had not begun.
+        """Drops the micro-batches added since the last update.
 
         `optax_accum.discard_window` says more. `step` and metrics stay; the
         next micro-step begins metrics and statistics anew.

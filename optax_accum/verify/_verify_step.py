@@ -62,8 +62,8 @@ def verify_step(
         a Flax TrainState, NNX modules, the lists of Keras' stateless calls,
         modules and optimizers of PyTorch. If it holds JAX's arrays alone,
         the step is JAX's: it gets JAX's arrays, and is traced once, to see
-        its dtypes. Any other runs as it is, and gets what the batch is made
-        of.
+        its dtypes. Any other runs as it is, and gets arrays of the
+        batch's own kind.
       batch: a pytree of arrays with rows, JAX's, NumPy's or PyTorch's,
         `2 * every` of them or more. Scalars and keys in it stay whole.
       every: the length of the window, 2 or more.
@@ -74,8 +74,8 @@ def verify_step(
       optimizer: with `loss`, in place of `make_step(1)`: the reference is
         then its update with the gradient of the whole batch's loss.
       loss: called as `loss(params, batch)`.
-      params: returns the parameters in a carry. By default they are what
-        stands under the name "params", or all `nnx.Param`, or the first
+      params: returns the parameters in a carry. By default they are the
+        entry "params", or all `nnx.Param`, or the first
         part of the carry that is not all zeros.
       group_size: how many consecutive rows belong together.
       rtol: the largest relative error that counts as rounding. By default
@@ -85,8 +85,7 @@ def verify_step(
         digits and its rows in other orders.
 
     Returns:
-      A `Report`, as from `verify`. In a test write
-      `verify_step(...).check()`.
+      A `Report`. In a test write `verify_step(...).check()`.
 
     Raises:
       TypeError, ValueError: a tensor that requires a gradient in the carry;
