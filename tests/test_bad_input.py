@@ -333,10 +333,19 @@ def test_arguments_in_another_order():
         tx.update(tx.init(PARAMS), PARAMS, PARAMS)
 
 
-def test_the_info_of_another_policy():
-    policy = lambda grads, step, params: (jnp.array(False), {"norm": jnp.float32(0)})
-    tx, state = build(nonfinite=policy), build().init(PARAMS)
-    with pytest.raises(ValueError, match=r"info of the tree in the state.*tx.init\(params\).skip_state"):
+def forgets(grads, step, params):
+    return jnp.array(False), {"norm": jnp.float32(0)}
+
+
+def remembers(grads, step, params, info={"norm": 0.0}):  # noqa: B006
+    return jnp.array(False), {"norm": 2 * info["norm"]}
+
+
+@pytest.mark.parametrize("rule", [forgets, remembers])
+@pytest.mark.parametrize("as_nonfinite", [lambda rule: rule, optax_accum.discard_if], ids=["micro-batch", "window"])
+def test_the_info_of_another_policy(as_nonfinite, rule):
+    tx, state = build(nonfinite=as_nonfinite(rule)), build().init(PARAMS)
+    with pytest.raises(ValueError, match=r"info of the tree .* the state has \(\).*tx.init\(params\).skip_state"):
         update(tx, state=state)
     state = state._replace(skip_state=tx.init(PARAMS).skip_state)  # the remedy
     assert update(tx, state=state)[1].mini_step == 1
@@ -933,7 +942,7 @@ KEY = jax.random.key(0)
     [
         (lambda: _split(loss, jnp.ones(3, int), X), "Only floating-point arguments .*Pass it as another argument[.]"),
         (lambda: _split(loss, W, {"x": X, "key": KEY}), "A key in a batch argument.*as an argument of its own[.]"),
-        (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not cut"),
+        (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not split"),
         (lambda: _split(lambda w, x, y: loss(w, x + y), W, X, jnp.ones((8, 1))), "batch_argnums[.]"),
         (lambda: _split(lambda w, x: x @ w, W, X), "fun must return a real scalar"),
         (lambda: _split(lambda w, x: optax_accum.Ratio(loss(w, x), W), W, X), "the count of a Ratio must be"),

@@ -23,8 +23,8 @@ def apply_gradients(
 
     The update is applied inside the branch that makes it:
 
-        emit:  params + updates of `inner`
-        hold:  params
+        updates:      params + updates of `inner`
+        accumulates:  params
 
     A micro-step that only accumulates reads and writes the accumulator, but
     neither parameters nor optimizer state nor a tree of zeros, so it costs
@@ -64,9 +64,9 @@ def apply_gradients(
 
       Known when running:
 
-      * The window is held, or closes without an update: the same
+      * No update (the window goes on, or is discarded): the same
         parameters, bit for bit.
-      * The window emits: `optax.apply_updates(params, updates)`.
+      * An update: `optax.apply_updates(params, updates)`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, optax_accum

@@ -12,7 +12,7 @@ from optax_accum._core.types import Flag, Tree
 
 
 def discard_window(state: Tree, when: Any = True) -> Tree:
-    """Returns the state as if its unfinished window had not begun.
+    """Drops the micro-batches added since the last update.
 
         state = discard_window(state)
         state = discard_window(state, when=kl > limit)

@@ -88,8 +88,8 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
         in a call, or calls `discard_window`.
       * The optimizer does not accumulate, or not as we do.
 
-      Of arrays that a call hands through, the result holds the very ones
-      that were passed.
+      Arrays that a call passes through unchanged are returned as the same
+      objects.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum

@@ -54,8 +54,8 @@ def discard_if(rule: Skip) -> WindowRule:
 
         tx = accumulate_gradients(inner, 8, nonfinite=discard_if(rule))
 
-    For spikes: the gradient of the whole batch tells them, and a
-    micro-batch's alone, which is noisier, does not. A window that `rule`
+    For spikes: they show in the gradient of the whole batch; that of one
+    micro-batch is too noisy to tell. A window that `rule`
     discards makes no update: parameters and the inner optimizer's state stay
     as they are, bit for bit, `has_updated` is False, and `discarded` counts
     it.
@@ -132,63 +132,80 @@ TABLE = {
 
 def _of_callable(skip: Skip) -> Policy:
     """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
-    answer, blank = _remembering(skip)
+    answer, blank = _remembering(skip, _Form("A callable nonfinite", "skip"))
     return Policy(lambda space, grads, weight, *rest: answer(grads, *rest), waits=True, blank=blank)
 
 
 def _of_window(rule: Skip) -> Policy:
-    rejects, blank = _remembering(rule)
+    rejects, blank = _remembering(rule, _Form("The rule of discard_if", "discard"))
     return Policy(_join_all, rejects=rejects, unseen=True, blank=blank, text="discard_if")
 
 
-def _remembering(rule: Skip) -> tuple[Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]], Any]:
+class _Form(NamedTuple):
+    """How messages call a rule, and the flag that it returns with an `info`."""
+
+    rule: str
+    flag: str
+
+    def checked(self, answer: Any) -> Any:
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise TypeError(
+                f"{self.rule} must return ({self.flag}, info): it returned {short(answer)}. Return ({self.flag}, ()) "
+                "where there is nothing to tell."
+            )
+        return answer
+
+    def as_flag(self, flag: Any) -> jax.Array:
+        if checks.dtype_and_shape(flag) != (jnp.bool_, ()):
+            raise TypeError(
+                f"{self.rule} must return ({self.flag}, info) with a bool scalar first: it returned {short(flag)}. "
+                "Reduce it to one answer with jnp.any or jnp.all."
+            )
+        return jnp.asarray(flag)
+
+    def check_last(self, state: AccumulationState, first: Tree) -> None:
+        """Raises if the state's info, which the rule is about to be given, is of another tree than its default."""
+        if jax.tree.structure(state.skip_state) != jax.tree.structure(first):
+            raise ValueError(
+                f"{self.rule} must be given an info of the tree of its default, {first!r}: the state has "
+                f"{state.skip_state!r}, of another policy. {_ADOPT}"
+            )
+
+    def like_last(self, info: Tree, state: AccumulationState) -> Tree:
+        if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
+            raise ValueError(
+                f"{self.rule} must return an info of the tree in the state: it returned {info!r}, the state has "
+                f"{state.skip_state!r}. For a state of another policy: {_ADOPT}"
+            )
+        remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
+        results.check_kinds(f"The info of {self.rule[0].lower()}{self.rule[1:]}", info, state.skip_state, remedy)
+        return dtypes.cast_like(info, state.skip_state)
+
+
+_ADOPT = "Replace it: state._replace(skip_state=tx.init(params).skip_state)."
+
+
+def _remembering(rule: Skip, form: _Form) -> tuple[Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]], Any]:
     """The answer of a rule for a gradient, and its `info` before the first."""
     remembers = inspect.signature(rule).parameters.get("info")
     if remembers and remembers.default is inspect.Parameter.empty:
         raise TypeError(
-            "A callable nonfinite with a parameter info must say what it is given first: info has no default. Write "
+            f"{form.rule} with a parameter info must say what it is given first: info has no default. Write "
             "info=(0.0, 0), say."
         )
 
     def answer(grads: Tree, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
-        last = {"info": state.skip_state} if remembers else {}
-        skipped, info = _as_screened(rule(grads, state.gradient_step, params, **last))
-        return _as_skip(skipped), _like_skip_state(info, state)
+        last = {}
+        if remembers:
+            form.check_last(state, remembers.default)
+            last = {"info": state.skip_state}
+        flag, info = form.checked(rule(grads, state.gradient_step, params, **last))
+        return form.as_flag(flag), form.like_last(info, state)
 
     def blank(params: Tree) -> Tree:
         if remembers:
             return dtypes.strong(remembers.default)
         shapes = jax.eval_shape(rule, params, jnp.zeros([], jnp.int32), params)
-        return arithmetic.zeros_of(_as_screened(shapes)[1])
+        return arithmetic.zeros_of(form.checked(shapes)[1])
 
     return answer, blank
-
-
-def _as_screened(answer: Any) -> Any:
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise TypeError(
-            f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
-            "there is nothing to tell."
-        )
-    return answer
-
-
-def _as_skip(skip: Any) -> jax.Array:
-    if checks.dtype_and_shape(skip) != (jnp.bool_, ()):
-        raise TypeError(
-            f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {short(skip)}. "
-            "Reduce it to one answer with jnp.any or jnp.all."
-        )
-    return jnp.asarray(skip)
-
-
-def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
-    if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
-        raise ValueError(
-            f"A callable nonfinite must return an info of the tree in the state: it returned {info!r}, the state has "
-            f"{state.skip_state!r}. For a state of another policy: "
-            "state._replace(skip_state=tx.init(params).skip_state)."
-        )
-    remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
-    results.check_kinds("The info of a callable nonfinite", info, state.skip_state, remedy)
-    return dtypes.cast_like(info, state.skip_state)

@@ -107,7 +107,7 @@ def value_and_apply_gradients(
       parameter is used twice, its two gradients are added one by one).
 
       Gradients of parameters of any dtype, whatever `fun` casts them to,
-      are added in place, and what a parameter gets at several places one
+      are added in place; of a parameter that is used at several places, one
       by one. With a `jax.custom_vjp`, float16 or float8 in `fun`, the weight
       is multiplied in where gradients arise. (A rule that is not linear,
       such as a clip, sees the gradient of the micro-batch alone.) The step
@@ -115,7 +115,7 @@ def value_and_apply_gradients(
       tracing:
 
       * `"skip"`, `"omit"`, a callable: they must see the gradient, which is
-        written first, and then added. So it is outside `jit`.
+        written first, and then added. The same outside `jit`.
       * `every=1`, or another optimizer: nothing is accumulated.
       * An integer parameter: stays, where `tx` leaves it out
         (`optax.masked`); else an error says how.

@@ -51,9 +51,9 @@ def accumulate_gradients(
         mean:  g = sum_i w_i g_i / sum_i w_i
         sum:   g = sum_i w_i g_i
 
-    only when the window closes. Then this transformation *emits* the
-    updates of `inner`. At every other micro-step it *holds*: updates are
-    zeros, and the state of `inner` does not change.
+    only when the window closes: that is the optimizer step. Every other
+    micro-step only accumulates: updates are zeros, and the state of `inner`
+    does not change.
     Schedules inside `inner` count updates. Put clipping inside as well:
     outside, it would clip each micro-batch's gradient.
 
@@ -140,8 +140,8 @@ def accumulate_gradients(
         raise `every` with its state is an error.
       * An extra argument spelt nearly `weight` or `flush`: an error, unless
         `inner` reads it.
-      * `None`, `MaskedNode`, empty leaves, float0: pass through. What an
-        outer `optax.masked` leaves out has no accumulator.
+      * `None`, `MaskedNode`, empty leaves, float0: pass through. Leaves that
+        an outer `optax.masked` masks have no accumulator.
       * A name in `mean_args` that the state was not created with: an error.
       * The state of `inner`, or `info`, changes from integer to float or to
         complex: an error.
@@ -152,7 +152,7 @@ def accumulate_gradients(
 
       Known when running:
 
-      * Weight 0: adds nothing, even of a NaN, but the micro-step counts.
+      * Weight 0: adds nothing, not even a NaN, but the micro-step counts.
         Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.

@@ -237,7 +237,7 @@ def checked(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumula
         accumulator_of(state).check(rules.schedule, state, batch.grads)
     for name in (name for name in rules.meter.fields if not getattr(state, name)):
         raise ValueError(
-            f"The state holds no {name}, which was made without: state.{name}=(). Add what is missing with "
+            f"The state was made without {name}: state.{name}=(). Add what is missing with "
             "new = tx.init(params); state._replace(samples=new.samples, statistics=new.statistics, seen=new.seen)."
         )
     if unknown := sorted(({*rules.mean_args} ^ {*state.mean_args}) & batch.extra_args.keys()):

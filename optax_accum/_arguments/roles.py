@@ -173,7 +173,7 @@ class Call:
                 if rows is not None and rows > 1 and shape and shape[0] == rows:
                     or_whole = f"; if every micro-batch needs all of it, pass whole_argnums={name!r}"
                     raise ValueError(
-                        f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} "
+                        f"An argument with as many rows as the batch must be split with it, or declared whole: {where} "
                         f"has shape {shape}, the batch {rows} rows. Add {name!r} to batch_argnums"
                         f"{'' if of_whole_batch else or_whole}."
                     )
@@ -224,7 +224,7 @@ def _check_batch(name: Name, batch: Tree, and_name_it: str) -> None:
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):
         if _is_numbers(node) and (isinstance(node, list) or len(node) in rows):
             raise TypeError(
-                f"Numbers in a {type(node).__name__} are not cut, and every micro-batch would have all of them: "
+                f"Numbers in a {type(node).__name__} are not split, and every micro-batch would have all of them: "
                 f"argument {name!r}{jax.tree_util.keystr(path)} holds {len(node)}. Make it an array, with "
                 "jnp.asarray; or pass it as another argument."
             )

@@ -16,7 +16,7 @@ def count_rows(batch: Tree) -> int:
     sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in leaves if is_split(leaf)}
     if not sizes:
         raise ValueError(
-            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. Check batch_argnums."
+            "A batch must have a leaf with rows to split: the batch arguments hold scalars only. Check batch_argnums."
         )
     (first, rows), *others = sizes.items()
     for path, size in others:

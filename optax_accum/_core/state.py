@@ -27,7 +27,7 @@ class AccumulationState(NamedTuple):
       gradient_step: int32 []. Updates made: calls of the inner optimizer.
         Schedules inside `inner` count these.
       inner_opt_state: the state of `inner`, in the dtypes of
-        `inner.init(params)`. Changes only when a window emits.
+        `inner.init(params)`. Changes only with an update.
       acc_grads: `sum(w g)` over the window, the tree of the parameters in
         the accumulator's dtype; `MaskedNode` where a parameter is an
         integer, and `()` for `every=1`. While `mini_step` is 0 it holds the
@@ -42,8 +42,8 @@ class AccumulationState(NamedTuple):
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`,
         `"omit"` or a callable, since `init`.
       discarded: int32 []. Windows that closed without an update (weight
-        zero, or `nonfinite="discard"`) or were left by `discard_window`,
-        since `init`.
+        zero, `nonfinite="discard"`, `discard_if`) or were dropped by
+        `discard_window`, since `init`.
       batches: int32 []. Micro-batches given since `init`, those left out
         too: a resumed loop goes on with batch number `batches`. A call that
         flushes with weight 0 only closes the window, and is none.
@@ -54,11 +54,11 @@ class AccumulationState(NamedTuple):
       statistics: with `statistics`, the estimates of noise and signal so
         far (see `optax_accum.statistics`); `()` otherwise.
       seen: with `statistics` or a schedule of tokens, the weight of all
-        windows that have emitted; `()` otherwise.
+        windows that made an update; `()` otherwise.
 
     With `devices`, the sums are those of each of the d devices: leaves
     of `acc_grads` are [d, ...], `weight` and those of `mean_args` and
-    `samples` [d], one on each device. Once a window has emitted, do not
+    `samples` [d], one on each device. After an update, do not
     read `acc_grads`: the sum over devices, or a shard of it, may have
     overwritten the partial sums.
     """
@@ -115,7 +115,7 @@ def has_updated(state: Tree) -> jax.Array:
       The state stores the answer; it is not guessed from counters:
 
       * Before the first micro-step: False.
-      * The window was held: False.
+      * The micro-step only accumulated: False.
       * The window closed and `inner` ran: True.
       * The window closed and was discarded: False.
       * The micro-batch was skipped after an update: False.

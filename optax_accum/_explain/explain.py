@@ -107,9 +107,9 @@ def explain(
       gradient, a `while_loop` say, they are those of the loss alone.
 
       `weight(batch)` is the denominator for the rows of `batch`, of any
-      number of rows. That denominators add up over micro-batches is shown
-      from the traced loss; what cannot be shown is a reason against a
-      weight. It may be called inside `jit`. Known when tracing:
+      number of rows. There is a weight only if the traced loss shows that
+      denominators add up over micro-batches; else `reasons` says why not.
+      It may be called inside `jit`. Known when tracing:
 
       * A mean over rows: the number of rows.
       * A masked mean: the sum of the mask, also where the mask is divided

@@ -16,7 +16,7 @@ from optax_accum._core.types import Tree
 _CONSTANT = (
     "The count of a Ratio must not depend on the parameters in a way that has a derivative: sums of gradients alone "
     "cannot be divided by it. Return jax.lax.stop_gradient(count) if it is a constant of the loss. If it is to be "
-    "differentiated, let value_and_grad cut the whole batch in one call."
+    "differentiated, let value_and_grad split the whole batch in one call."
 )
 _WEIGHT = _CONSTANT.replace("The count of a Ratio", "What weight_of returns").replace("(count)", "(weight) there")
 
@@ -194,8 +194,8 @@ def check_single(loss: Any) -> None:
     if isinstance(loss, dict):
         raise TypeError(
             f"Across calls gradients are added, and their sum is divided once: fun returned the terms {sorted(loss)}. "
-            "Return their sum, or one Ratio. For terms with denominators of their own let value_and_grad cut the whole "
-            "batch in one call."
+            "Return their sum, or one Ratio. For terms with denominators of their own let value_and_grad split the "
+            "whole batch in one call."
         )
 
 

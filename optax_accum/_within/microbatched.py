@@ -41,7 +41,7 @@ def microbatched(
     for the rows of the batch, and for twice as many. An axis that grows
     holds rows. Operations that treat rows one by one run in a loop over
     micro-batches; sums over rows are taken in parts there, and added;
-    what else takes rows together runs once, on all rows.
+    any other operation that combines rows runs once, on all rows.
 
     `value_and_grad` takes the gradient apart in the same way, and needs
     fewer loops and less memory. Take `microbatched` to differentiate
@@ -86,8 +86,8 @@ def microbatched(
         bfloat16 parameters.
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
-      * A sum over rows that later rows need (BatchNorm) ends a loop; what
-        crosses to the next loop is kept for all rows.
+      * A sum over rows that later rows need (BatchNorm) ends a loop;
+        values that the next loop needs are kept for all rows.
       * An operation that is not known runs on all rows: right, without
         saving memory. `explain` names it. So do lines that are another
         program for more rows; with mutable arrays, or where nothing of the

@@ -64,11 +64,11 @@ def value_and_grad(
     row r is in micro-batch `r mod k`, so the rows of a sharded batch need
     not move.
 
-    Micro-batches that count each by itself (ghost BatchNorm) are another
-    mean: `jax.value_and_grad(reduce_microbatches(loss, k))`. So are those of
-    a loss that takes something from the other `devices`, inside
-    `jax.shard_map`: it is refused here. A collective along any other axis
-    (tensor parallelism) treats rows one by one.
+    To let each micro-batch count by itself (ghost BatchNorm), take
+    `jax.value_and_grad(reduce_microbatches(loss, k))`; also for a loss that
+    communicates with the other `devices` inside `jax.shard_map`, which is
+    refused here. A collective along any other axis (tensor parallelism)
+    treats rows one by one.
 
     Example:
       A masked mean over normalised rows, with dropout:
@@ -101,7 +101,7 @@ def value_and_grad(
         `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees
-        whose arrays are cut along their first axis; scalars stay whole, and
+        whose arrays are split along their first axis; scalars stay whole, and
         a list of them is refused. Here, and wherever arguments are named,
         `1`, `"x"` and `(1, "mask")` are positions in `fun` and names of its
         parameters: either way, a call may pass the argument by position or
@@ -113,12 +113,12 @@ def value_and_grad(
         reduction per call, or `Devices`; see `optax_accum.sharding`.
       statistics: whether to measure gradients; the function then returns
         `((value, statistics), gradient)`. See `optax_accum.statistics`.
-      recompute: how much of a forward pass may run once more, as a share of
-        it by the bytes that it moves, so that fewer rows are kept for the
-        backward loops, as the activations before each BatchNorm are: 0.6,
-        say; 0 for none; more than 1 where layers may run several times.
-        None takes 0.6 on an accelerator, and 0 on a CPU. It changes nothing
-        where one loop is enough, and nothing inside a scan over layers.
+      recompute: the share of a forward pass, by the bytes that it reads and
+        writes, that may run once more, so that fewer activations (those
+        before each BatchNorm) are kept for the backward loops. With more
+        than 1, layers may run several times. By default 0.6 on an
+        accelerator, and 0, none, on a CPU. It changes nothing where one
+        loop is enough, and nothing inside a scan over layers.
 
     Returns:
       A function of the arguments of `fun`, which returns what
@@ -139,10 +139,10 @@ def value_and_grad(
         used after a sum over rows: an error.
       * A loss that takes rows together (BatchNorm), or is not linear in its
         sums over rows (a variance, a balance term): several loops, forward,
-        then backward. What one loop makes of all rows, and a later one
-        takes, is kept for all rows, or made again. A backward loop runs
-        its forward loop once more in any case. `statistics` need all
-        gradients in one loop. `explain` shows loops and bytes.
+        then backward. Values that pass from one loop to a later one are
+        kept for all rows, or computed again. A backward loop runs its
+        forward loop once more in any case. `statistics` need all gradients
+        in one loop. `explain` shows loops and bytes.
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
       * Rows that k does not divide: the last micro-batches are filled up
@@ -166,7 +166,7 @@ def value_and_grad(
       * A loss below 32 bits: return `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
         gradients are added in float32.
-      * A `jax.custom_vjp` in `fun`: its rule is read as all else is. A clip
+      * A `jax.custom_vjp` in `fun`: its rule is traced like the rest. A clip
         of a parameter's gradient clips the whole of it. Inside `jit` the
         rule may close over a value that `fun` computes; outside that is an
         error of JAX.
@@ -190,9 +190,9 @@ def value_and_grad(
         use `jit`.
 
     References:
-      Which rows are kept is a minimum cut by bytes, as in PyTorch's
-      `min_cut_rematerialization_partition`. The interleaved cut is also that
-      of `optax.microbatch`.
+      A minimum cut by bytes chooses what is kept, as in PyTorch's
+      `min_cut_rematerialization_partition`. `optax.microbatch` interleaves
+      rows in the same way.
     """
     rules = as_rules(
         fun,

@@ -38,11 +38,11 @@ from optax_accum._within.traced_call import (
     warn_undivided,
 )
 
-_ADDED_IN_PLACE = "gradients that are added in place, as those that are differentiated again are not"
-_TWINS = "parameters with gradients of their own, where devices keep shards: two have the same, as those of a + b"
+_ADDED_IN_PLACE = "gradients that are added in place; those that are differentiated again are not"
+_TWINS = "parameters with different gradients, where devices keep shards: two have the same gradient, as in a + b"
 _SUM_OVER_ROWS = (
-    "a loss whose gradients are sums over rows: of most of this one's bytes something is left to do when the sum is "
-    "complete, as where a term takes the parameters alone (weight decay, say). Give the term to the optimizer"
+    "a loss whose gradients are sums over rows: most of this one's gradients need one more operation after the sum, as "
+    "for a term without rows (weight decay, say). Give that term to the optimizer"
 )
 
 

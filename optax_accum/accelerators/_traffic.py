@@ -58,7 +58,7 @@ class Traffic:
 
     @property
     def least(self) -> int:
-        """The bytes of the branches that move least: a held micro-step.
+        """The bytes of the branches that move least: it only accumulates.
 
         Each conditional takes the branch that moves least. A loop of
         unknown length does not run.
@@ -67,7 +67,7 @@ class Traffic:
 
     @property
     def most(self) -> int:
-        """The bytes of the branches that move most: a window that emits.
+        """The bytes of the branches that move most: it updates.
 
         Each conditional takes the branch that moves most. A loop of unknown
         length runs once.

@@ -25,9 +25,9 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
 
         d_i,    v_i + d_i^2
 
-    are linear in the weights; they come in at least float32. Use them as an
-    auxiliary output with `aux_reduction="mean"`, or let `TrainState` and
-    `value_and_grad` do so.
+    are linear in the weights; they come in at least float32. Average them by
+    rows (in `reduce_microbatches`, `"mean"`), then call
+    `merge_batch_stats`. `TrainState` and the train steps do so themselves.
 
     Args:
       new: the statistics that the model returned for one micro-batch, given
@@ -68,7 +68,7 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     once: a layer that is called twice makes two momentum steps, and its
     variance is then only approximate. But BatchNorm still normalises each
     micro-batch with its own statistics, so gradients, and the inputs of a
-    second BatchNorm, are not those of the whole batch; `verify` says so.
+    second BatchNorm, are not the whole batch's; `verify_step` says so.
 
     Args:
       moments: the mean of `batch_moments` over the micro-batches, weighted

@@ -53,10 +53,9 @@ class TrainState(train_state.TrainState, kw_only=True):
         keys, the names of checkpoints, resumed loops.
       updates: int32 []. Updates made: for learning rates, logs and
         evaluations.
-      batch_stats: the running statistics of BatchNorm, or None. They do not
-        change while a window is held, and make one momentum step when it
-        emits, with the statistics of the whole window (see
-        `merge_batch_stats`).
+      batch_stats: the running statistics of BatchNorm, or None. They change
+        only with an update: one momentum step, with the statistics of the
+        whole window (see `merge_batch_stats`).
       window: the sums over the window so far: see `window_metrics`.
       momentum: that of the BatchNorm layers, needed with `batch_stats`; a
         number, or a prefix of their tree.
@@ -64,13 +63,13 @@ class TrainState(train_state.TrainState, kw_only=True):
     Guarantees:
       * An optimizer that does not accumulate: what Flax's own does;
         `weight`, `flush`, `metrics` warn once.
-      * The window is held: `updates`, `params` and `batch_stats` are the
-        same, bit for bit. If a part of an `optax.chain` stands outside the
-        window, that part acts at every micro-step.
+      * A call that makes no update: `updates`, `params` and `batch_stats`
+        are the same, bit for bit. If a part of an `optax.chain` stands
+        outside the window, that part acts at every micro-step.
       * Closed late, by `weight=0, flush=True` alone: the statistics of the
         window step, as they should.
-      * The window is discarded: as if held, but the next micro-step begins
-        anew.
+      * The window is discarded: no update, and the next micro-step begins
+        another window.
       * `nonfinite` leaves a micro-batch out: so do metrics and
         `batch_stats`; a NaN in them does not stay.
       * No micro-batch of the window has counted yet: `window_metrics` are
@@ -78,7 +77,7 @@ class TrainState(train_state.TrainState, kw_only=True):
       * A subclass has a field `metrics` of its own: `metrics=` sets that
         field, as in Flax, and the window averages no metrics.
       * fp8 statistics beside the parameters: the maximum over the window
-        overwrites them when it emits.
+        overwrites them when it updates.
       * A checkpoint of Flax's own `TrainState`: is restored; `updates` is
         read off its window, if it accumulated.
       * A checkpoint of another model, optimizer or dtype: refused by
@@ -186,8 +185,10 @@ class TrainState(train_state.TrainState, kw_only=True):
           flush: closes the window with this micro-batch.
           metrics: scalars of this micro-batch, by the names given to
             `create`; they are averaged over the window.
-          stats_weight: how much its `batch_stats` count: their rows, where
-            `weight` counts something else.
+          stats_weight: how much its `batch_stats` count: `weight` by
+            default. BatchNorm takes the mean over rows, so with a `weight`
+            that does not count rows (tokens), pass the number of rows:
+            otherwise the merged statistics are wrong, without an error.
           **kwargs: fields of the state are replaced, as in Flax
             (`batch_stats` as above); all else goes to the optimizer.
 
@@ -224,7 +225,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         return self.replace(**{"step": self.step + 1, "updates": updates, **made, **replaced})
 
     def discard_window(self, when: Any = True) -> Self:
-        """Returns the state as if its unfinished window had not begun.
+        """Drops the micro-batches added since the last update.
 
         `optax_accum.discard_window` says more. `step` and metrics stay; the
         next micro-step begins metrics and `batch_stats` anew.

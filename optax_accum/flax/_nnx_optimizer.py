@@ -36,9 +36,9 @@ class Optimizer(nnx.Optimizer):
     Guarantees:
       * An optimizer that does not accumulate: what Flax's own does;
         `weight`, `flush`, `metrics` warn once.
-      * The window is held: parameters and the statistics of `nnx.BatchNorm`
-        are what they were before it.
-      * The window emits: `nnx.BatchNorm` makes one momentum step, with the
+      * A call that makes no update: parameters and the statistics of
+        `nnx.BatchNorm` are what they were before the window.
+      * An update: `nnx.BatchNorm` makes one momentum step, with the
         statistics of the whole window.
       * `nonfinite` leaves a micro-batch out: so do metrics and statistics;
         a NaN in them does not stay.
@@ -105,8 +105,10 @@ class Optimizer(nnx.Optimizer):
           flush: closes the window with this micro-batch.
           metrics: scalars of this micro-batch, by the names given to the
             constructor, averaged over the window.
-          stats_weight: how much its statistics count: its rows, where
-            `weight` counts something else.
+          stats_weight: how much its BatchNorm statistics count: `weight` by
+            default. BatchNorm takes the mean over rows, so with a `weight`
+            that does not count rows (tokens), pass the number of rows:
+            otherwise the merged statistics are wrong, without an error.
           **kwargs: for the optimizer.
 
         Raises:
@@ -143,7 +145,7 @@ class Optimizer(nnx.Optimizer):
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)
 
     def discard_window(self, when: Any = True) -> None:
-        """Leaves the unfinished window, as if it had not begun.
+        """Drops the micro-batches added since the last update.
 
         `optax_accum.discard_window` says more. `step` and metrics stay; the
         next micro-step begins metrics and statistics anew.

@@ -185,7 +185,7 @@ class Trial:
         """Compiles the numbers that the search proposes; the whole batch alone, if no cut can help."""
 
         def measure(candidate: Candidate) -> float | None:
-            advance(f"{candidate.number} of {counted(candidate.rows, 'row')}", 0)
+            advance(f"{counted(candidate.number, 'micro-batch')} of {counted(candidate.rows, 'row')}", 0)
             if self.lowered(candidate.number) is None:
                 return None
             self._compile(candidate)

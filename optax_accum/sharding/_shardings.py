@@ -44,7 +44,7 @@ def state_sharding(
       offload: `"acc_grads"`, `"inner_opt_state"` or both: the arrays that
         are kept in the host's memory. A micro-step moves them to the device
         where it uses them: the accumulator each time, the inner optimizer's
-        state when a window emits.
+        state at an update.
 
     Returns:
       A tree of `NamedSharding`s like the state. Its `.spec`s serve as specs

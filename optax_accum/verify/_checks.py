@@ -80,7 +80,7 @@ def _cause_of_order(runs: StepErrors) -> Cause:
         "so that each run can draw anew."
         if drawn
         else ", and nothing is drawn: equal rows change nothing. Mix rows, as mixup by x[::-1] does, before the batch "
-        "is cut, or leave mixing out of this check."
+        "is split, or leave mixing out of this check."
     )
     raise ValueError(
         f"{rule}{why} On several devices make_step(1) may average devices as equals: run it on one, or pass optimizer= "

@@ -56,7 +56,7 @@ FAULTS = (
     ),
     Fault(
         "moves while held",
-        "Each micro-batch moves the parameters, or an average of them, before the window ends.",
+        "The parameters, or an average of them, move at each micro-batch, not only when the window ends.",
         "They change at a micro-step that should only accumulate.",
         "Change parameters only where the window closes: decay, averages and noise belong there, too.",
         {"moves": probes.moves},
@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "emptied in mid-window",
-        "The sum is emptied inside the window: earlier micro-batches count for nothing.",
+        "The sum is set to zero inside the window (`zero_grad` too often): earlier micro-batches count for nothing.",
         "The update equals that of the last few micro-batches, or a part of it.",
         "Empty the accumulator only after an update, never between two micro-batches of one window.",
         {},
@@ -192,17 +192,17 @@ FAULTS = (
         "Each micro-batch compares its rows with one another, not with those of the whole batch.",
         "No weighted sum of their gradients is the whole batch's; or a constant added to a leaf of the batch changes "
         "nothing.",
-        "Normalise data, such as advantages, over the whole batch, before it is cut. Compute what is per example with "
-        "microbatched and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
-        "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
+        "Within a call take value_and_grad, which is exact for such a loss. Across calls normalise data, such as "
+        "advantages, over the whole batch, before it is split; pass group_size=, where groups of rows belong together; "
+        "for BatchNorm use running statistics, LayerNorm or GroupNorm.",
         {},
-        "Normalise data, such as advantages, over the whole batch, before it is cut. Put losses that compare rows on "
-        "top of all rows of the window. Rows that belong together stay together with group_size. For BatchNorm use "
-        "running statistics, or LayerNorm or GroupNorm.",
+        "Normalise data, such as advantages, over the whole batch, before it is split. Put losses that compare rows on "
+        "top of all rows of the window. Pass group_size=, where groups of rows belong together. For BatchNorm use "
+        "running statistics, LayerNorm or GroupNorm.",
     ),
     Fault(
         "not emptied",
-        "The micro-batches of the last window count in the next one, too.",
+        "The sum is not set to zero (`zero_grad` forgotten): the last window counts in the next one, too.",
         "The first window is right; the second one's update contains its sum again.",
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
         {},

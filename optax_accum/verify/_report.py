@@ -24,7 +24,7 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why an update changes when its batch is cut.
+    """Why an update changes when its batch is split.
 
     Attributes:
       fault: the fault, with its name and its remedies.
@@ -69,7 +69,7 @@ class Report:
         or as noise.
       causes: why the updates differ; none if they do not.
       rows: the rows of the whole batch.
-      num_microbatches: how many micro-batches it was cut into.
+      num_microbatches: how many micro-batches it was split into.
       random: whether the step is random.
       draws: the keys over which the updates of a random step are averaged.
       notes: what was not tried, and why.

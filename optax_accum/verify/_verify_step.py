@@ -62,20 +62,20 @@ def verify_step(
         a Flax TrainState, NNX modules, the lists of Keras' stateless calls,
         modules and optimizers of PyTorch. If it holds JAX's arrays alone,
         the step is JAX's: it gets JAX's arrays, and is traced once, to see
-        its dtypes. Any other runs as it is, and gets what the batch is made
-        of.
+        its dtypes. Any other runs as it is, and gets arrays of the
+        batch's own kind.
       batch: a pytree of arrays with rows, JAX's, NumPy's or PyTorch's,
-        `2 * every` of them or more. Scalars and keys in it are not cut.
+        `2 * every` of them or more. Scalars and keys in it stay whole.
       every: the length of the window, 2 or more.
-      within_call: whether one call of `step` gets the whole batch and cuts
+      within_call: whether one call of `step` gets the whole batch and splits
         it into `every` micro-batches itself.
       uneven: whether micro-batches may have unequal numbers of rows, as at
         the end of an epoch.
       optimizer: with `loss`, in place of `make_step(1)`: the reference is
         then its update with the gradient of the whole batch's loss.
       loss: called as `loss(params, batch)`.
-      params: returns the parameters in a carry. By default they are what
-        stands under the name "params", or all `nnx.Param`, or the first
+      params: returns the parameters in a carry. By default they are the
+        entry "params", or all `nnx.Param`, or the first
         part of the carry that is not all zeros.
       group_size: how many consecutive rows belong together.
       rtol: the largest relative error that counts as rounding. By default
@@ -85,12 +85,11 @@ def verify_step(
         digits and its rows in other orders.
 
     Returns:
-      A `Report`, as from `verify`. In a test write
-      `verify_step(...).check()`.
+      A `Report`. In a test write `verify_step(...).check()`.
 
     Raises:
       TypeError, ValueError: a tensor that requires a gradient in the carry;
-        a batch too small to cut; an `rtol` that is not above 0; a
+        a batch too small to split; an `rtol` that is not above 0; a
         `make_step` that returns something else, or other parameters each
         time; a step that returns nothing; a carry without parameters; a
         reference whose update is zero, or not finite, or moves one or two
@@ -105,7 +104,7 @@ def verify_step(
       * `"short window dropped"`: no update at the end of the data.
       * `"only the first gradient"`, `"only the last gradient"`: one
         micro-batch counts.
-      * `"emptied in mid-window"`: the first ones do not count.
+      * `"emptied in mid-window"`: the sum is set to zero too early.
       * `"sum for a mean"`, `"divided twice"`, `"divided by the full k"`,
         `"wrong divisor"`: of the sum of the gradients.
       * `"mean of means"`: micro-batches of different sizes count the same.
@@ -124,7 +123,8 @@ def verify_step(
       * `"coupled examples"`: BatchNorm, contrastive losses.
       * `"rows left out"`: a micro-batch does not count, or, within a call,
         the rows that `every` does not divide.
-      * `"not emptied"`: the sum of a window is in the next one, too.
+      * `"not emptied"`: `zero_grad` is forgotten: the sum of a window is in
+        the next one, too.
       * `"counter not emptied"`: its counts are.
       * `"stale parameters"`: gradients where the window before began.
       * `"another difference"`: a difference that no probe explains.

@@ -197,9 +197,12 @@ def test_a_rule_on_windows_that_hold_nothing_or_end_when_told(every):
 def test_a_rule_on_windows_is_a_function_that_answers_as_one_on_micro_batches():
     with pytest.raises(TypeError, match=r"rule must be a function \(gradient, gradient_step, params\): rule=3"):
         optax_accum.discard_if(3)
-    with pytest.raises(TypeError, match=r"must return \(skip, info\): it returned bool"):
+    with pytest.raises(TypeError, match=r"rule of discard_if must return \(discard, info\): it returned bool"):
         accumulate(2, nonfinite=optax_accum.discard_if(lambda *_: True)).init(PARAMS)
-    with pytest.raises(TypeError, match="info has no default"):
+    flags = optax_accum.discard_if(lambda gradient, *_: (gradient > 2, ()))
+    with pytest.raises(TypeError, match=r"discard_if must return \(discard, info\) with a bool scalar.*bool\[2\]"):
+        run(accumulate(2, nonfinite=flags), GOOD[:2])
+    with pytest.raises(TypeError, match="rule of discard_if .* info has no default"):
         accumulate(2, nonfinite=optax_accum.discard_if(lambda gradient, step, params, info: (True, info)))
 
 

@@ -370,7 +370,9 @@ def test_a_list_of_numbers_in_a_batch_is_refused(run, jit, kind):
 
     labelled = lambda y: run(loss, W, {"x": X, "y": y})
     labels = kind(map(float, range(len(X))))
-    with pytest.raises(TypeError, match=rf"Numbers in a {kind.__name__} are not cut.*argument 1\['y'\] holds 12.*jnp"):
+    with pytest.raises(
+        TypeError, match=rf"Numbers in a {kind.__name__} are not split.*argument 1\['y'\] holds 12.*jnp"
+    ):
         (jax.jit(labelled) if jit else labelled)(labels)
     if run is micro_step:  # a loop over rows in Python is another program for more of them
         with pytest.warns(UserWarning, match="counts by its rows"):

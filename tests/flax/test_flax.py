@@ -101,6 +101,24 @@ def test_batch_statistics_make_one_exact_step_for_each_update():
     assert np.max(np.abs(np.average(naive, axis=0, weights=ROWS) - var)) > 1e-3  # the mean of variances is not it
 
 
+def test_statistics_count_by_stats_weight_beside_a_weight_of_tokens():
+    """docs/flax.md says so, and that they count by the tokens without it."""
+    state = created(optax_accum.accumulate_gradients(optax.set_to_zero(), every=3), norm=True)
+    given = [normalised(state, batch) for batch in micro_batches()]
+
+    def merged(told):
+        run = state
+        for tokens, rows, (grads, stats) in zip((5.0, 1.0, 9.0), ROWS, given, strict=True):
+            run = run.apply_gradients(
+                grads=grads, batch_stats=stats, weight=tokens, stats_weight=rows if told else None
+            )
+        return run.batch_stats["BatchNorm_0"]["mean"]
+
+    want = normalised(state, (X, Y))[1]["BatchNorm_0"]["mean"]
+    close(merged(told=True), want)
+    assert np.max(np.abs(merged(told=False) - want)) > 1e-3
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("nonfinite", ["skip", "omit"])
 def test_a_nan_that_is_left_out_stays_out_of_statistics_and_metrics(nonfinite):

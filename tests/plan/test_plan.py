@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable
 
@@ -772,7 +773,9 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
 def test_without_tqdm_there_is_no_bar(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     planned(budget="1GB", progress=True)
-    assert "compiling" in capsys.readouterr().err
+    drawn = capsys.readouterr().err
+    assert "compiling" in drawn
+    assert re.search(r"1 micro-batch of \d+ rows", drawn)
     monkeypatch.delitem(sys.modules, "tqdm.auto")
     planned(budget="1GB", progress=False)
     assert "tqdm.auto" not in sys.modules

@@ -621,7 +621,7 @@ def test_advantages_normalised_in_the_loss_are_coupled(columns, every):
     report = verify_step(make_step, BATCH, every=every, uneven=False)
     assert [cause.kind for cause in report.causes] == ["coupled examples"], str(report)
     assert "['mask'] of the batch is normalised over its rows" in " ".join(str(report).split())
-    assert "before it is cut" in report.causes[0].remedy
+    assert "before it is split" in report.causes[0].remedy
     fixed = (BATCH["mask"] - BATCH["mask"].mean()) / BATCH["mask"].std()  # the remedy
     given = Loop(
         lambda w, batch, key: (
