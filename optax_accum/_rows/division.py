@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import is_cast_down
 from optax_accum._core.folds import SUM, Fold
-from optax_accum._rows import derivatives, layers, locality, moving
+from optax_accum._rows import derivatives, layers, locality, perturbation
 from optax_accum._rows.levels import ONCE, Bodies, Kind
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
@@ -46,11 +46,13 @@ class Division:
     of level 0, whatever takes its rows together: that runs once, before the first loop.
     """
 
-    def __init__(self, program: Program, is_model: Sequence[bool], is_moving: Sequence[bool], *, joins_all: bool):
+    def __init__(
+        self, program: Program, is_model: Sequence[bool], is_differentiable: Sequence[bool], *, joins_all: bool
+    ):
         self.joins_all = joins_all
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
-        self.moving = {value for value, is_ in zip(program.inputs, is_moving, strict=True) if is_}
+        self.differentiable = {value for value, is_ in zip(program.inputs, is_differentiable, strict=True) if is_}
         self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
         for equation in self.equations:
@@ -94,8 +96,8 @@ class Division:
     def _read(self, equation: Equation) -> None:
         if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
             self.rowless.update(equation.outs)
-        moves = moving.of_results(equation.single, [value in self.moving for value in equation.ins])
-        self.moving.update(value for value, moves_ in zip(equation.outs, moves, strict=True) if moves_)
+        perturbed = perturbation.results_of(equation.single, [value in self.differentiable for value in equation.ins])
+        self.differentiable.update(value for value, is_ in zip(equation.outs, perturbed, strict=True) if is_)
         kind = self.kinds[equation] = self._kind(equation)
         waits = kind in ONCE  # until the loops are over that make the rows it takes
         at = max((self.level.get(value, 0) + (waits and self.is_of_loops(value)) for value in equation.ins), default=0)
@@ -130,7 +132,7 @@ class Division:
         """A table: what an equation takes and makes, and what a rule proves."""
         if self._joins(equation):
             return Kind.PARTIAL
-        view = equation.view._replace(moves=[value in self.moving for value in equation.ins])
+        view = equation.view._replace(perturbed=[value in self.differentiable for value in equation.ins])
         if equation.name in locality.NESTED:  # a result that nobody uses may be anything; one without rows takes none
             pairs = zip(view.outs, equation.outs, strict=True)
             view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by and axis is not None])
@@ -168,7 +170,7 @@ class Division:
             or not known_before
             or from_layers
             or more
-            or not self.moving.isdisjoint(equation.ins)
+            or not self.differentiable.isdisjoint(equation.ins)
         ):
             return False
         return self._adds_shares(equation, others) or layers.follows(equation, set(taken), self.zeros)
@@ -186,7 +188,7 @@ class Division:
 
     def _has_body(self, equation: Equation) -> bool:
         """Whether an equation is a loop over layers, or a branch, that treats rows one by one, and adds over them."""
-        if not self.moving.isdisjoint(equation.ins) or self.model.isdisjoint(equation.ins):
+        if not self.differentiable.isdisjoint(equation.ins) or self.model.isdisjoint(equation.ins):
             return False
         bodies = layers.bodies_of(equation, self.zeros)
         if bodies is None:
@@ -204,7 +206,7 @@ class Division:
         if equation.name == "broadcast_in_dim" and all(isinstance(value, Number) for value in equation.ins):
             return True  # zeros, for a sum to begin with
         of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)
-        return of_params and equation.name in _LAYOUT and self.moving.isdisjoint(equation.ins)
+        return of_params and equation.name in _LAYOUT and self.differentiable.isdisjoint(equation.ins)
 
     def _is_of_counters(self, equation: Equation) -> bool:
         """Whether an equation takes a loop's counter: each micro-batch does it again, and no loop must end for it.
@@ -214,13 +216,13 @@ class Division:
         """
         last = max((self.level.get(value, 0) for value in equation.ins), default=0)
         counters = [value for value in self.same.intersection(equation.ins) if self.level[value] == last]
-        if not counters or equation.single.effects or not self.moving.isdisjoint(equation.ins):
+        if not counters or equation.single.effects or not self.differentiable.isdisjoint(equation.ins):
             return False
         return max(value.aval.size for value in equation.outs) <= SMALL
 
     def _is_narrow(self, equation: Equation) -> bool:
         """Whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
-        if self.moving.isdisjoint(equation.ins) or not equation.outs or derivatives.has_backward(equation):
+        if self.differentiable.isdisjoint(equation.ins) or not equation.outs or derivatives.has_backward(equation):
             return False
         if not (equation.view.has_same_sizes and self.rowless.issuperset(equation.outs)):
             return False  # narrow, but of rows: a mean, say, is there once, when its loop is over
@@ -238,7 +240,7 @@ class Division:
         result = equation.outs[0]
         if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
             return False
-        if result in self.moving:
+        if result in self.differentiable:
             uses = self.used_by.get(result, [])
             return result in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
         if self.model.isdisjoint(equation.ins):

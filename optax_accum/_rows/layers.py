@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
 from optax_accum._core.folds import SUM
-from optax_accum._rows import locality, moving
+from optax_accum._rows import locality, perturbation
 from optax_accum._rows.levels import Bodies, Body, Kind
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Equation, Number, Program, Value
@@ -133,7 +133,7 @@ def _kind(
     """Where an equation of a body runs, and which of its results are parts of sums; None where it takes all rows."""
     if not parts.isdisjoint(equation.ins):
         return (Kind.PARTIAL, equation.outs) if follows(equation, parts, zeros) else (None, ())
-    view = equation.view._replace(moves=[False] * len(equation.ins))
+    view = equation.view._replace(perturbed=[False] * len(equation.ins))
     if equation.differs:
         return None, ()
     if adds_up(equation, zeros):
@@ -161,7 +161,7 @@ def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
         return False
     places = {place for place, value in enumerate(equation.ins) if value in parts}
     summed = (equation.single.invars[place] for place in places)
-    if not all(map(moving.is_inexact, (*summed, *equation.single.outvars))):
+    if not all(map(perturbation.is_inexact, (*summed, *equation.single.outvars))):
         return False
     nothing = {place for place, value in enumerate(equation.ins) if value in zeros}
     groups = known(equation.name).linear_groups(equation.single)

@@ -30,23 +30,29 @@ def levels_of(
     program: Program,
     is_model: Sequence[bool],
     *,
-    moves: bool = True,
+    differentiated: bool = True,
     by_rows: bool = False,
     joins_all: bool = False,
     own: int | None = None,
     again: float = 0.0,
 ) -> Levels:
-    """How a program runs; `is_model` says which inputs decide more than the batch does, as parameters do.
+    """How a program runs.
 
-    `moves`: whether the program may be differentiated by them, and `by_rows`: by the batch, too. `joins_all`: whether
-    all that follows a sum linearly is done to its parts, for these to be whole, where it takes more memory, too. `own`:
-    how many of the first outputs of the program of a gradient are the function's own; `again`: how much of the function
-    may run once more for less memory, as a share of it.
+    Args:
+      program: the paired traces.
+      is_model: which inputs decide more than the batch does, as parameters do.
+      differentiated: whether the program may be differentiated by them.
+      by_rows: and by the batch, too.
+      joins_all: whether whatever follows a sum linearly is done to its parts, even where that takes more memory.
+      own: how many of the first outputs of the program of a gradient are the function's own.
+      again: how much of the function may run once more for less memory, as a share of it.
     """
-    moving = [moves and (of_model or by_rows) for of_model in is_model]
-    division = Division(program, is_model, moving, joins_all=joins_all)
+    differentiable = [differentiated and (of_model or by_rows) for of_model in is_model]
+    division = Division(program, is_model, differentiable, joins_all=joins_all)
     stages = _Staging(division, own, again).stages()
-    return Levels(program, division.kinds, division.model, division.moving, stages, division.bodies, division.folds)
+    return Levels(
+        program, division.kinds, division.model, division.differentiable, stages, division.bodies, division.folds
+    )
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -62,8 +68,8 @@ def inside_layers(equation: Equation, levels: Levels) -> Levels:
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
-    by_rows = not levels.moving.isdisjoint(set(levels.program.inputs) - levels.model)
-    return levels_of(body, is_model, moves=bool(levels.moving), by_rows=by_rows)
+    by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.model)
+    return levels_of(body, is_model, differentiated=bool(levels.differentiable), by_rows=by_rows)
 
 
 class _Staging:
@@ -260,8 +266,8 @@ class _Staging:
 
     def _is_cheap(self, equation: Equation) -> bool:
         """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
-        moves = [value in self.division.moving for value in equation.ins]
-        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single, moves))
+        perturbed = [value in self.division.differentiable for value in equation.ins]
+        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single, perturbed))
 
 
 def is_cheap(equation: Any) -> bool:

@@ -78,7 +78,7 @@ class Levels:
     program: Program
     kinds: dict[Equation, Kind]
     model: set[Value]  # what the differentiated inputs decide
-    moving: set[Value]  # what may be differentiated: nothing after a stop_gradient is
+    differentiable: set[Value]  # what may be differentiated: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
     folds: Container[Value]  # the values of which each micro-batch of a loop gives a part

@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows import derivatives, moving
-from optax_accum._rows.moving import Moves
+from optax_accum._rows import derivatives, perturbation
+from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import known
 
 
@@ -29,18 +29,19 @@ class Dependence(enum.IntEnum):
 Dependences = list[Dependence]
 
 
-def nonlinear_rules(eqn: Any, moves: Moves = None) -> Iterator[Any]:
+def nonlinear_rules(eqn: Any, perturbed: Perturbed = None) -> Iterator[Any]:
     """Yields the functions, in an equation and inside it, with a backward pass by the user that is not linear.
 
-    `moves`: which operands a derivative moves.
+    `perturbed`: which operands a derivative perturbs.
     """
     if eqn.primitive.name.startswith("custom_vjp_call"):
-        if not _is_linear(eqn, moves):
+        if not _is_linear(eqn, perturbed):
             yield eqn
         return
     for program in _programs(eqn):
-        for inner, moves_ in moving.each_equation(compilers.opened(program)[0], moving.inside(eqn, moves, program)):
-            yield from nonlinear_rules(inner, moves_)
+        inside = perturbation.inside(eqn, perturbed, program)
+        for inner, perturbed_there in perturbation.each_equation(compilers.opened(program)[0], inside):
+            yield from nonlinear_rules(inner, perturbed_there)
 
 
 def _programs(eqn: Any) -> list[Any]:
@@ -48,9 +49,9 @@ def _programs(eqn: Any) -> list[Any]:
     return [*(eqn.params[key] for key in keys if key in eqn.params), *eqn.params.get("branches", ())]
 
 
-def _is_linear(eqn: Any, moves: Moves) -> bool:
+def _is_linear(eqn: Any, perturbed: Perturbed) -> bool:
     try:
-        backward = derivatives.traced_derivative(eqn, derivatives.backward, moves)
+        backward = derivatives.traced_derivative(eqn, derivatives.backward, perturbed)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     count = len(backward.jaxpr.invars) - len(eqn.invars)
@@ -113,6 +114,6 @@ def _of_operation(eqn: Any, ins: Dependences) -> Dependence:
         return Dependence.ZERO
     if len(zero) + len(fixed) == len(ins):
         return Dependence.FIXED
-    moving = {place for place, each in enumerate(ins) if each is Dependence.LINEAR}
-    is_linear = any(moving <= group <= moving | zero for group in groups)
+    linear = {place for place, each in enumerate(ins) if each is Dependence.LINEAR}
+    is_linear = any(linear <= group <= linear | zero for group in groups)
     return Dependence.LINEAR if is_linear and Dependence.OTHER not in ins else Dependence.OTHER

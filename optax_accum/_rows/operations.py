@@ -90,7 +90,7 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
         text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
     if value in reading.model:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
-    is_count = value.aval.size == 1 and value in reading.model and value not in reading.levels.moving
+    is_count = value.aval.size == 1 and value in reading.model and value not in reading.levels.differentiable
     return Form().because(*form.reasons, *by.reasons, Reason(text, place, True, unless_weighed=is_count))
 
 

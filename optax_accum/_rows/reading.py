@@ -124,7 +124,7 @@ class Reading:
         if kind is Kind.FREE and self._compute(equation):
             return
         form = self._of(equation, kind)
-        if of_model and any(nonlinear_rules(equation.single, [v in self.levels.moving for v in equation.ins])):
+        if of_model and any(nonlinear_rules(equation.single, [v in self.levels.differentiable for v in equation.ins])):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)

@@ -44,7 +44,7 @@ class View(NamedTuple):
       outs: the axis of rows of each result; None without rows.
       rows: n and 2 n.
       asks_rules: whether derivatives that users wrote must be local, too.
-      moves: which operands a derivative moves; None if that is not known.
+      perturbed: which operands a derivative perturbs; None if that is not known.
     """
 
     single: Any
@@ -53,7 +53,7 @@ class View(NamedTuple):
     outs: Sequence[Axis]
     rows: Rows
     asks_rules: bool = True
-    moves: Sequence[bool] | None = None
+    perturbed: Sequence[bool] | None = None
 
     @property
     def name(self) -> str:

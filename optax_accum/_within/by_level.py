@@ -119,7 +119,7 @@ def _is_of_widened(equation: Equation, store: Store) -> bool:
 
 def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
     """Whether an equation is a sum over the rows of several devices that the batch alone decides."""
-    if store.device.is_alone or levels.moving or levels.kinds[equation] is not Kind.PARTIAL:
+    if store.device.is_alone or levels.differentiable or levels.kinds[equation] is not Kind.PARTIAL:
         return False
     return partial.reduction_of(equation).fold is SUM and not equation.name.startswith("scatter")
 
@@ -127,7 +127,7 @@ def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
 def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     """Whether an equation is linear in sums of which each device has a part: then it need not be added over devices."""
     parts = [value for value in equation.ins if value in store.sums]
-    if not parts or levels.moving or len(equation.outs) != 1:
+    if not parts or levels.differentiable or len(equation.outs) != 1:
         return False
     if equation.name in ADDS:
         kinds = [value.aval for value in (*equation.ins, *equation.outs)]
@@ -145,11 +145,11 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
     rows, totals = results_of(loop, levels, store)
 
     def given(value: Value, result: jax.Array) -> jax.Array:
-        return result if value in levels.moving or not levels.moving else jax.lax.stop_gradient(result)
+        return result if value in levels.differentiable or not levels.differentiable else jax.lax.stop_gradient(result)
 
     store.slices.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
     for (value, fold), total in zip(loop.sums.items(), totals, strict=True):
-        if fold is SUM and not levels.moving and value not in loop.onto:
+        if fold is SUM and not levels.differentiable and value not in loop.onto:
             store.sums[value] = total
             continue
         total = store.device.joined(fold, total)
@@ -162,18 +162,18 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     """Runs a loop over the micro-batches; returns the rows that it keeps [k, ...], and its sums over all rows here."""
     units = store.units
     takes = [value for value in loop.takes if not isinstance(value, Number)]
-    free = [value for value in takes if value.axis is None and value not in levels.moving]
-    fixed = [value for value in takes if value.axis is None and value in levels.moving]
-    moving = [value for value in takes if value.axis is not None and value in levels.model]
-    still = [value for value in takes if value.axis is not None and value not in levels.model]
-    interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in still]
-    constants = [store.whole(value) for value in free]
-    wide = list(map(store.shared, fixed))
+    constant = [value for value in takes if value.axis is None and value not in levels.differentiable]
+    weights = [value for value in takes if value.axis is None and value in levels.differentiable]
+    kept_rows = [value for value in takes if value.axis is not None and value in levels.model]
+    batch_rows = [value for value in takes if value.axis is not None and value not in levels.model]
+    interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in batch_rows]
+    constants = [store.whole(value) for value in constant]
+    wide = list(map(store.shared, weights))
 
     def part(given: Any, wide: Any, index: Any, rows: list[Any]) -> list[Any]:
         constants, interleaved = given
-        env = dict(zip((*free, *fixed, *moving), (*constants, *shared.narrowed(wide), *rows), strict=True))
-        env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
+        env = dict(zip((*constant, *weights, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True))
+        env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
         return of_micro_batch(loop, levels, units, env, units.of_part(index))
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
@@ -182,8 +182,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
 
     equations = [equation.single for equation in loop.equations]
     part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
-    given, xs = (constants, interleaved), [store.cut(value) for value in moving]
-    if levels.moving:
+    given, xs = (constants, interleaved), [store.cut(value) for value in kept_rows]
+    if levels.differentiable:
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
@@ -191,7 +191,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     sums = [store.asked.get(value, Result(fold)) for value, fold in loop.sums.items()]
     sampled = store.sampled if any(one.square is not None for one in sums) else NOTHING
     results = [*[Result()] * len(loop.rows), *sums]
-    replaced = _replaced(loop, moving, xs)
+    replaced = _replaced(loop, kept_rows, xs)
     results[: len(loop.rows)] = [Result(over=at) for at in replaced]
     found, samples = folded(
         lambda index, rows: part(given, wide, index, rows), xs, units.microbatches, results, sampled
@@ -200,9 +200,9 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     return found[: len(loop.rows)], found[len(loop.rows) :]
 
 
-def _replaced(loop: Loop, moving: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
+def _replaced(loop: Loop, kept_rows: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
     """For each of the rows that a loop keeps, the array in whose place: of rows that it takes, and nothing after it."""
-    free = {at: _kind(value) for at, value in enumerate(moving) if value in loop.ends}
+    free = {at: _kind(value) for at, value in enumerate(kept_rows) if value in loop.ends}
     found: list[int | None] = []
     for value in loop.rows:
         at = next((at for at, kind in free.items() if kind == _kind(value)), None)

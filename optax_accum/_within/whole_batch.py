@@ -104,7 +104,7 @@ def traced_gradient(
         rules.sizes,
         call.params,
         device,
-        moves=False,
+        differentiated=False,
         joins_all=joins_all,
         outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
         again=rules.again,
