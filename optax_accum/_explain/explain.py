@@ -290,7 +290,11 @@ def couplings_of_batch(levels: Levels, places: set[Any]) -> list[Coupling]:
     places = places - {site.equation.place for site in sites_of(levels)}
     by_line: dict[Any, list[Site]] = {}
     for equation, kind in levels.kinds.items():
-        if kind in (Kind.PARTIAL, Kind.WHOLE) and levels.model.isdisjoint(equation.ins) and equation.place in places:
+        if (
+            kind in (Kind.PARTIAL, Kind.WHOLE)
+            and levels.of_params.isdisjoint(equation.ins)
+            and equation.place in places
+        ):
             by_line.setdefault(equation.place, []).append(Site(equation, kind, 1, frozenset()))
     return [dataclasses.replace(_coupling(sites), in_parts=False, of_batch=True) for sites in by_line.values()]
 

@@ -47,11 +47,11 @@ class Division:
     """
 
     def __init__(
-        self, program: Program, is_model: Sequence[bool], is_differentiable: Sequence[bool], *, joins_all: bool
+        self, program: Program, is_param: Sequence[bool], is_differentiable: Sequence[bool], *, joins_all: bool
     ):
         self.joins_all = joins_all
         self.program, self.equations = program, _needed(program)
-        self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
+        self.of_params = {value for value, is_ in zip(program.inputs, is_param, strict=True) if is_}
         self.differentiable = {value for value, is_ in zip(program.inputs, is_differentiable, strict=True) if is_}
         self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
@@ -72,20 +72,20 @@ class Division:
             self.zeros.read(equation)
 
     def _alone(self) -> set[Equation]:
-        """The equations that the batch alone decides, of which the model takes nothing, but to add it to a gradient.
+        """The equations that the batch alone decides, whose results are used for nothing but to be added to a gradient.
 
         Of such is the gradient of a parameter in which the loss is linear. It need not be there before the first loop.
         """
-        of_model, zeros = set(self.model), layers.Zeros()
+        of_params, zeros = set(self.of_params), layers.Zeros()
         for equation in self.equations:
             zeros.read(equation)
-            if not of_model.isdisjoint(equation.ins):
-                of_model.update(equation.outs)
+            if not of_params.isdisjoint(equation.ins):
+                of_params.update(equation.outs)
         alone, taken = set(), set[Value]()
         for equation in reversed(self.equations):
             if not taken.isdisjoint(equation.outs):
                 taken.update(equation.ins)
-            elif of_model.isdisjoint(equation.ins):
+            elif of_params.isdisjoint(equation.ins):
                 alone.add(equation)
             else:
                 every = set(equation.ins)
@@ -101,9 +101,9 @@ class Division:
         kind = self.kinds[equation] = self._kind(equation)
         waits = kind in ONCE  # until the loops are over that make the rows it takes
         at = max((self.level.get(value, 0) + (waits and self.is_of_loops(value)) for value in equation.ins), default=0)
-        in_loop = not self.model.isdisjoint(equation.ins) or (kind is Kind.PARTIAL and equation in self.alone)
+        in_loop = not self.of_params.isdisjoint(equation.ins) or (kind is Kind.PARTIAL and equation in self.alone)
         if in_loop:
-            self.model.update(equation.outs)
+            self.of_params.update(equation.outs)
             at += kind is Kind.PARTIAL and not self._follows(equation)
         self.at[equation] = at
         self.level.update(dict.fromkeys(equation.outs, at))
@@ -123,7 +123,7 @@ class Division:
 
     def is_of_loops(self, value: Value) -> bool:
         """Whether a value is there when a loop is over, and not before."""
-        return value in self.made and value in self.model and (value.axis is not None or value in self.same)
+        return value in self.made and value in self.of_params and (value.axis is not None or value in self.same)
 
     def _follows(self, equation: Equation) -> bool:
         return not self.folds.keys().isdisjoint(equation.ins)
@@ -188,7 +188,7 @@ class Division:
 
     def _has_body(self, equation: Equation) -> bool:
         """Whether an equation is a loop over layers, or a branch, that treats rows one by one, and adds over them."""
-        if not self.differentiable.isdisjoint(equation.ins) or self.model.isdisjoint(equation.ins):
+        if not self.differentiable.isdisjoint(equation.ins) or self.of_params.isdisjoint(equation.ins):
             return False
         bodies = layers.bodies_of(equation, self.zeros)
         if bodies is None:
@@ -205,8 +205,8 @@ class Division:
         """Whether an equation only writes parameters in another order, or a number: loops do it where they need it."""
         if equation.name == "broadcast_in_dim" and all(isinstance(value, Number) for value in equation.ins):
             return True  # zeros, for a sum to begin with
-        of_params = self.rowless.issuperset(equation.outs) and not self.model.isdisjoint(equation.ins)
-        return of_params and equation.name in _LAYOUT and self.differentiable.isdisjoint(equation.ins)
+        takes_params = self.rowless.issuperset(equation.outs) and not self.of_params.isdisjoint(equation.ins)
+        return takes_params and equation.name in _LAYOUT and self.differentiable.isdisjoint(equation.ins)
 
     def _is_of_counters(self, equation: Equation) -> bool:
         """Whether an equation takes a loop's counter: each micro-batch does it again, and no loop must end for it.
@@ -243,7 +243,7 @@ class Division:
         if result in self.differentiable:
             uses = self.used_by.get(result, [])
             return result in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
-        if self.model.isdisjoint(equation.ins):
+        if self.of_params.isdisjoint(equation.ins):
             return False
         todo = [result]
         while todo:

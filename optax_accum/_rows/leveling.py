@@ -28,7 +28,7 @@ STEPS = 6  # of the search for the fewest bases
 
 def levels_of(
     program: Program,
-    is_model: Sequence[bool],
+    is_param: Sequence[bool],
     *,
     differentiated: bool = True,
     by_rows: bool = False,
@@ -40,18 +40,18 @@ def levels_of(
 
     Args:
       program: the paired traces.
-      is_model: which inputs decide more than the batch does, as parameters do.
+      is_param: which inputs decide more than the batch does, as parameters do.
       differentiated: whether the program may be differentiated by them.
       by_rows: and by the batch, too.
       joins_all: whether whatever follows a sum linearly is done to its parts, even where that takes more memory.
       own: how many of the first outputs of the program of a gradient are the function's own.
       again: how much of the function may run once more for less memory, as a share of it.
     """
-    differentiable = [differentiated and (of_model or by_rows) for of_model in is_model]
-    division = Division(program, is_model, differentiable, joins_all=joins_all)
+    differentiable = [differentiated and (is_ or by_rows) for is_ in is_param]
+    division = Division(program, is_param, differentiable, joins_all=joins_all)
     stages = _Staging(division, own, again).stages()
     return Levels(
-        program, division.kinds, division.model, division.differentiable, stages, division.bodies, division.folds
+        program, division.kinds, division.of_params, division.differentiable, stages, division.bodies, division.folds
     )
 
 
@@ -60,22 +60,27 @@ def is_over_layers(equation: Equation, levels: Levels) -> bool:
     if equation.differs or any(map(compilers.makes_reference, every_equation(equation.single))):
         return False
     is_scan = equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]
-    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
+    return is_scan and not levels.of_params.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
 
 
 def inside_layers(equation: Equation, levels: Levels) -> Levels:
     consts, carried = compilers.sizes_of_scan(equation.single)
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
-    is_model = [value in levels.model for value in equation.ins]
-    is_model[consts : consts + carried] = [True] * carried
-    by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.model)
-    return levels_of(body, is_model, differentiated=bool(levels.differentiable), by_rows=by_rows)
+    is_param = [value in levels.of_params for value in equation.ins]
+    is_param[consts : consts + carried] = [True] * carried
+    by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.of_params)
+    return levels_of(body, is_param, differentiated=bool(levels.differentiable), by_rows=by_rows)
 
 
 class _Staging:
     def __init__(self, division: Division, own: int | None, again: float):
         self.division, self.program, self.equations = division, division.program, division.equations
-        self.kinds, self.made, self.level, self.model = division.kinds, division.made, division.level, division.model
+        self.kinds, self.made, self.level, self.of_params = (
+            division.kinds,
+            division.made,
+            division.level,
+            division.of_params,
+        )
         outputs = self.program.outputs[:own]
         is_backward = own is not None and len(self.program.outputs) > own
         self.turn = max((self.level.get(v, 0) for v in outputs), default=0) if is_backward else 1 << 30
@@ -145,7 +150,7 @@ class _Staging:
         return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)
 
     def _crossing(self, now: int) -> list[Value]:
-        """The rows of the model that are kept after a loop for later ones: the fewest bytes that tell the rest."""
+        """The rows, decided by parameters, that a loop keeps for later ones: the fewest bytes from which the rest is made."""
         later = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) > now]
         taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_residual(v, e)]
         bases = [value for value in self.bases if self._is_made(value, now)]
@@ -173,7 +178,7 @@ class _Staging:
         return bool(after) or value in self.program.outputs
 
     def _is_made(self, value: Value, now: int) -> bool:
-        """Whether a value is rows of the model that loops so far have made; what the batch decides is made again."""
+        """Whether loops so far have made a value, rows that parameters decide; those of the batch alone are made again."""
         return self.division.is_of_loops(value) and value not in self.division.folds and self.level[value] <= now
 
     def _is_residual(self, value: Value, equation: Equation) -> bool:
@@ -203,8 +208,8 @@ class _Staging:
     def _cost_forward(self) -> float:
         """The bytes that all forward loops move."""
         loops = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) < self.turn]
-        of_model = [equation for equation in loops if not self.model.isdisjoint(equation.ins)]
-        return sum(CHEAP * _bytes(e.outs) if self._is_cheap(e) else _cost(e) for e in of_model)
+        forward = [equation for equation in loops if not self.of_params.isdisjoint(equation.ins)]
+        return sum(CHEAP * _bytes(e.outs) if self._is_cheap(e) else _cost(e) for e in forward)
 
     def _wanted(self) -> dict[int, list[Value]]:
         """The rows that backward loops take of forward ones, by the last forward loop that makes some of them."""

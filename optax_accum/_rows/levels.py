@@ -77,7 +77,7 @@ class Levels:
 
     program: Program
     kinds: dict[Equation, Kind]
-    model: set[Value]  # what the differentiated inputs decide
+    of_params: set[Value]  # what depends on the parameters: all but the batch, and what it decides alone
     differentiable: set[Value]  # what may be differentiated: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
@@ -90,6 +90,6 @@ class Levels:
 
     @property
     def coupling(self) -> list[Equation]:
-        """The equations that take rows together and that the model decides."""
+        """The equations that take rows together and that parameters decide."""
         together = (equation for equation, kind in self.kinds.items() if kind in (Kind.PARTIAL, Kind.WHOLE))
-        return [equation for equation in together if not self.model.isdisjoint(equation.ins)]
+        return [equation for equation in together if not self.of_params.isdisjoint(equation.ins)]

@@ -88,9 +88,9 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
     text, place = f"divided by a {name_of(by.sums[0])} and something else", by.sums[0].sources[0].place
     if value.aval.size > 1:
         text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
-    if value in reading.model:
+    if value in reading.of_params:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
-    is_count = value.aval.size == 1 and value in reading.model and value not in reading.levels.differentiable
+    is_count = value.aval.size == 1 and value in reading.of_params and value not in reading.levels.differentiable
     return Form().because(*form.reasons, *by.reasons, Reason(text, place, True, unless_weighed=is_count))
 
 

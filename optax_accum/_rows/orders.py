@@ -40,8 +40,8 @@ _PRODUCTS = ("mul", "and", "dot_general")
 class Orders:
     """The orders of the rows of a program's values; equations are noted, and read, in order."""
 
-    def __init__(self, model: set[Value]):
-        self.model = model
+    def __init__(self, of_params: set[Value]):
+        self.of_params = of_params
         self.of: dict[Value, Order] = {}  # where it is not the batch's
         self.alike: set[Value] = set()  # rows that are all alike have every order
         self.coupled: dict[
@@ -115,7 +115,7 @@ class Orders:
             certain = COMPARED
             if equation.name in ("slice", "dynamic_slice"):
                 certain = BY_RANK if self.order(equation.ins[0]).by else BY_PLACE
-            elif equation.name in ("eq", "ne") and self.model.isdisjoint(equation.ins):
+            elif equation.name in ("eq", "ne") and self.of_params.isdisjoint(equation.ins):
                 certain = None  # whether two rows are of one group
                 self.other_groups.update(dict.fromkeys(equation.outs, int(equation.name == "ne")))
             elif equation.name == "pad":
@@ -300,6 +300,6 @@ _RULES: dict[str, _Rule] = {
     "ragged_dot": _ragged,
     **dict.fromkeys(
         ("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"),
-        lambda orders, equation: Order(equation, ADDED) if equation.outs[0] in orders.model else None,
+        lambda orders, equation: Order(equation, ADDED) if equation.outs[0] in orders.of_params else None,
     ),
 }

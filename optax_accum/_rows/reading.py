@@ -45,8 +45,13 @@ class Reading:
     def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any], along: Sequence[frozenset[str]] = ()):
         """`along`: the axes of a `jax.shard_map` along which each input may differ; empty if that is not known."""
         self.along = along
-        self.levels, self.model, self.rows, self.rule_of = levels, set(levels.model), levels.program.rows, rule_of
-        self.orders = Orders(levels.model)
+        self.levels, self.of_params, self.rows, self.rule_of = (
+            levels,
+            set(levels.of_params),
+            levels.program.rows,
+            rule_of,
+        )
+        self.orders = Orders(levels.of_params)
         self.pairs = Pairs(self.orders, self.form)
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
@@ -87,7 +92,7 @@ class Reading:
 
     def is_fixed(self, value: Value) -> bool:
         """Whether neither an input nor the number of rows decides a value."""
-        return value not in self.model and not self.inputs.get(value) and self.form(value).is_plain
+        return value not in self.of_params and not self.inputs.get(value) and self.form(value).is_plain
 
     def is_small(self, value: Value, limit: float) -> bool:
         """Whether a value is a literal of at most this size, whatever the number of rows."""
@@ -115,16 +120,18 @@ class Reading:
     # Equations
 
     def _read(self, equation: Equation, kind: Kind) -> None:
-        of_model = not self.model.isdisjoint(equation.ins)
+        takes_params = not self.of_params.isdisjoint(equation.ins)
         inputs = frozenset().union(*(self.inputs.get(value, frozenset()) for value in equation.ins))
         self.inputs.update(dict.fromkeys(equation.outs, inputs))
         self.orders.note(equation)
-        if not of_model:
+        if not takes_params:
             self._find_again(equation)
         if kind is Kind.FREE and self._compute(equation):
             return
         form = self._of(equation, kind)
-        if of_model and any(nonlinear_rules(equation.single, [v in self.levels.differentiable for v in equation.ins])):
+        if takes_params and any(
+            nonlinear_rules(equation.single, [v in self.levels.differentiable for v in equation.ins])
+        ):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
@@ -145,11 +152,11 @@ class Reading:
         for value, operand in zip(program.inputs, operands, strict=True):
             self.same[value], self.forms[value] = self.same.get(operand, operand), self.form(operand)
             self.inputs[value] = self.inputs.get(operand, frozenset())
-            if operand in self.model:
-                self.model.add(value)
+            if operand in self.of_params:
+                self.of_params.add(value)
         for equation in program.equations:
-            if not self.model.isdisjoint(equation.ins):
-                self.model.update(equation.outs)
+            if not self.of_params.isdisjoint(equation.ins):
+                self.of_params.update(equation.outs)
             self._read(equation, Kind.FREE)
         return program.outputs[0]
 
@@ -262,7 +269,7 @@ class Reading:
     def scalar(self, value: Value) -> Powers | None:
         """A value as powers; None unless it is one number, and a sum over rows that the batch alone decides."""
         form = self.form(value)
-        if value in self.model or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
+        if value in self.of_params or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
         value, (term,) = self.same.get(value, value), form.terms
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))

@@ -164,8 +164,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     takes = [value for value in loop.takes if not isinstance(value, Number)]
     constant = [value for value in takes if value.axis is None and value not in levels.differentiable]
     weights = [value for value in takes if value.axis is None and value in levels.differentiable]
-    kept_rows = [value for value in takes if value.axis is not None and value in levels.model]
-    batch_rows = [value for value in takes if value.axis is not None and value not in levels.model]
+    kept_rows = [value for value in takes if value.axis is not None and value in levels.of_params]
+    batch_rows = [value for value in takes if value.axis is not None and value not in levels.of_params]
     interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in batch_rows]
     constants = [store.whole(value) for value in constant]
     wide = list(map(store.shared, weights))

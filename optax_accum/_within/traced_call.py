@@ -62,12 +62,12 @@ def trace_call(
     fun: Callable[[Call], Any],
     call: Call,
     sizes: Sizes,
-    model: Sequence[Name],
+    params: Sequence[Name],
     device: Device | None = None,
     outputs: Callable[[Tree], int] | None = None,
     **options: Any,
 ) -> TracedCall:
-    """Traces a function of a call that has one device's rows; `model` names the arguments that are no data.
+    """Traces a function of a call that has one device's rows; `params` names the arguments that are no data.
 
     `outputs` counts the function's own, of a gradient's shapes. The options are those of `levels_of`.
 
@@ -120,7 +120,7 @@ def trace_call(
     program = dealt_out(program, devices)
     units = program.units // devices
     parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in model for name in owner], own=outputs and outputs(single.shapes), **options)
+    levels = levels_of(program, [name in params for name in owner], own=outputs and outputs(single.shapes), **options)
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)
     arrays = device.vary(arrays)
