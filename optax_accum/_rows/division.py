@@ -40,10 +40,11 @@ _AS_IT_IS = _LAYOUT | {"broadcast_in_dim", "convert_element_type", "copy", "max"
 
 
 class Division:
-    """The kind and the level of each equation of a program.
+    """The kind of each equation of a program, and the loop index of each value.
 
-    The level of a value is the number of loops that must be over before it can be made. The batch alone decides values
-    of level 0, whatever takes its rows together: that runs once, before the first loop.
+    Rows of index 1 are made in loop 1; whatever else has index 1 is there when loop 0 is over, and loop 1 may take it.
+    In `x - mean(x)` of activations x, x has 0, the mean 1, the difference 1. Values that the batch alone decides have
+    0, even where all its rows are taken together: that runs once, before the first loop.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Division:
                 self.used_by.setdefault(value, []).append(equation)
         self.alone = self._alone() if joins_all else set()
         self.kinds: dict[Equation, Kind] = {}
-        self.level: dict[Value, int] = {}
-        self.at: dict[Equation, int] = {}
-        self.made: dict[Value, Equation] = {}  # values that loops make
-        self.same: set[Value] = set()  # and those of them that are the same for each micro-batch: a loop's counter, say
+        self.loop_index: dict[Value, int] = {}
+        self.ready_at: dict[Equation, int] = {}  # the loop index of its results
+        self.made_by: dict[Value, Equation] = {}  # values that loops make
+        self.unbatched: set[Value] = set()  # of these, the same for each micro-batch: the counter of a loop over layers
         self.folds: dict[Value, Fold] = {}  # values of which each micro-batch of a loop gives a part
         self.bodies: dict[Equation, Bodies] = {}
         self.zeros = layers.Zeros()
@@ -99,31 +100,39 @@ class Division:
         perturbed = perturbation.results_of(equation.single, [value in self.differentiable for value in equation.ins])
         self.differentiable.update(value for value, is_ in zip(equation.outs, perturbed, strict=True) if is_)
         kind = self.kinds[equation] = self._kind(equation)
-        waits = kind in ONCE  # until the loops are over that make the rows it takes
-        at = max((self.level.get(value, 0) + (waits and self.is_of_loops(value)) for value in equation.ins), default=0)
         in_loop = not self.of_params.isdisjoint(equation.ins) or (kind is Kind.PARTIAL and equation in self.alone)
+        index = self.ready_at[equation] = self._index(equation, kind, in_loop)
+        self.loop_index.update(dict.fromkeys(equation.outs, index))
         if in_loop:
             self.of_params.update(equation.outs)
-            at += kind is Kind.PARTIAL and not self._follows(equation)
-        self.at[equation] = at
-        self.level.update(dict.fromkeys(equation.outs, at))
         if kind is Kind.LOCAL:
-            self.made.update(dict.fromkeys(equation.outs, equation))
-            if equation.view.has_rows or not self.same.isdisjoint(equation.ins):
-                self.same.update(value for value in equation.outs if value.axis is None)
+            self.made_by.update(dict.fromkeys(equation.outs, equation))
+            if equation.view.has_rows or not self.unbatched.isdisjoint(equation.ins):
+                self.unbatched.update(value for value in equation.outs if value.axis is None)
         if equation in self.bodies:
             sums = [v for v, is_part in zip(equation.outs, self.bodies[equation].are_sums, strict=True) if is_part]
-            self.same.difference_update(sums)
+            self.unbatched.difference_update(sums)
             self.folds.update(dict.fromkeys(sums, SUM))
-            self.level.update(dict.fromkeys(sums, at + 1))
+            self.loop_index.update(dict.fromkeys(sums, index + 1))
         if kind is Kind.PARTIAL and in_loop:
-            self.made.update(dict.fromkeys(equation.outs, equation))
+            self.made_by.update(dict.fromkeys(equation.outs, equation))
             fold = SUM if self._follows(equation) else known(equation.name).partial.fold
             self.folds.update(dict.fromkeys(equation.outs, fold))
 
+    def _index(self, equation: Equation, kind: Kind, in_loop: bool) -> int:
+        """The loop index of an equation's results: the largest of its operands', or one more.
+
+        One more if it runs once and takes rows that a loop makes: all of them are there when that loop is over. Also if
+        it adds up rows in a loop. What follows a sum linearly is done to its parts, in that loop: nothing waits.
+        """
+        waits = [kind in ONCE and self.is_of_loops(value) for value in equation.ins]
+        indices = (self.loop_index.get(value, 0) + more for value, more in zip(equation.ins, waits, strict=True))
+        begins_sum = in_loop and kind is Kind.PARTIAL and not self._follows(equation)
+        return max(indices, default=0) + begins_sum
+
     def is_of_loops(self, value: Value) -> bool:
         """Whether a value is there when a loop is over, and not before."""
-        return value in self.made and value in self.of_params and (value.axis is not None or value in self.same)
+        return value in self.made_by and value in self.of_params and (value.axis is not None or value in self.unbatched)
 
     def _follows(self, equation: Equation) -> bool:
         return not self.folds.keys().isdisjoint(equation.ins)
@@ -156,14 +165,14 @@ class Division:
         if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
             return False
         taken = [value for value in dict.fromkeys(equation.ins) if value in self.folds]
-        level = self.level[taken[0]]
+        index = self.loop_index[taken[0]]
         others = [value for value in equation.ins if value not in self.folds and value not in self.zeros]
-        alone = all(self.folds[v] is SUM and self.level[v] == level and len(self.used_by[v]) == 1 for v in taken)
-        known_before = all(self.level.get(value, 0) < level and value not in self.made for value in others)
+        alone = all(self.folds[v] is SUM and self.loop_index[v] == index and len(self.used_by[v]) == 1 for v in taken)
+        known_before = all(self.loop_index.get(value, 0) < index and value not in self.made_by for value in others)
         is_of_two = equation.name in ("add", "add_any") or self.joins_all
-        from_layers = any(self.made[value] in self.bodies for value in taken) and not is_of_two
+        from_layers = any(self.made_by[value] in self.bodies for value in taken) and not is_of_two
         is_output = not set(taken).isdisjoint(self.program.outputs)
-        more = any(map(self.adds_to_more, (self.made[value] for value in taken)))
+        more = any(map(self.adds_to_more, (self.made_by[value] for value in taken)))
         if (
             not alone
             or is_output
@@ -214,8 +223,8 @@ class Division:
         Not where a derivative passes, since a user's rule takes the whole cotangent, and only small results: what is
         used after its loop is kept for each micro-batch.
         """
-        last = max((self.level.get(value, 0) for value in equation.ins), default=0)
-        counters = [value for value in self.same.intersection(equation.ins) if self.level[value] == last]
+        last = max((self.loop_index.get(value, 0) for value in equation.ins), default=0)
+        counters = [value for value in self.unbatched.intersection(equation.ins) if self.loop_index[value] == last]
         if not counters or equation.single.effects or not self.differentiable.isdisjoint(equation.ins):
             return False
         return max(value.aval.size for value in equation.outs) <= SMALL
@@ -227,7 +236,7 @@ class Division:
         if not (equation.view.has_same_sizes and self.rowless.issuperset(equation.outs)):
             return False  # narrow, but of rows: a mean, say, is there once, when its loop is over
         begins = is_cast_down(equation.single)
-        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
+        goes_on = any(value in self.made_by for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
         return begins or goes_on
 
     def _shares_ties(self, equation: Equation) -> bool:
@@ -255,7 +264,7 @@ class Division:
 
     def _adds_to_made(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to narrow parameters, which exist in loops alone."""
-        return equation.name.startswith("scatter") and equation.ins[0] in self.made and self.adds_to_more(equation)
+        return equation.name.startswith("scatter") and equation.ins[0] in self.made_by and self.adds_to_more(equation)
 
 
 def _needed(program: Program) -> list[Equation]:

@@ -35,7 +35,7 @@ class CallRules:
     recompute: float | None = None
 
     @property
-    def again(self) -> float:
+    def recompute_share(self) -> float:
         """How much of a forward pass may run once more; by default none on a CPU, where it does not pay."""
         if self.recompute is None:
             return 0.0 if jax.default_backend() == "cpu" else RECOMPUTED

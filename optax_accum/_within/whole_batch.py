@@ -107,7 +107,7 @@ def traced_gradient(
         differentiated=False,
         joins_all=joins_all,
         outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
-        again=rules.again,
+        recompute=rules.recompute_share,
     )
 
 
