@@ -104,9 +104,9 @@ def discard_if(rule: Skip) -> WindowRule:
 
 def as_policy(nonfinite: Any) -> Policy:
     if isinstance(nonfinite, WindowRule):
-        return _of_window(nonfinite.rule)
+        return _from_window_rule(nonfinite.rule)
     if callable(nonfinite):
-        return _of_callable(cast(Skip, nonfinite))
+        return _from_callable(cast(Skip, nonfinite))
     return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
 
 
@@ -130,13 +130,13 @@ TABLE = {
 }
 
 
-def _of_callable(skip: Skip) -> Policy:
+def _from_callable(skip: Skip) -> Policy:
     """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
     answer, blank = _remembering(skip)
     return Policy(lambda space, grads, weight, *rest: answer(grads, *rest), waits=True, blank=blank)
 
 
-def _of_window(rule: Skip) -> Policy:
+def _from_window_rule(rule: Skip) -> Policy:
     rejects, blank = _remembering(rule)
     return Policy(_join_all, rejects=rejects, unseen=True, blank=blank, text="discard_if")
 

@@ -107,13 +107,13 @@ class Step:
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, also those given by keyword; the other keywords are the optimizer's."""
         signature, names = self.roles.signature, keywords.names
-        if both := sorted(names & self._of_inner & signature.keywords_after(len(args))):
+        if both := sorted(names & self._inner_names & signature.keywords_after(len(args))):
             raise TypeError(
                 f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "
                 "that of fun by position, or give it another name there."
             )
         roles = {name for named in self.roles.named.values() for name in named}
-        of_fun = names & (set(signature.keywords) - self._of_inner | roles)
+        of_fun = names & (set(signature.keywords) - self._inner_names | roles)
         call = self.roles.bind(args, {name: arg for name, arg in keywords.extra_args.items() if name in of_fun})
         rest = {name: arg for name, arg in keywords.extra_args.items() if name not in of_fun}
         return call, keywords._replace(extra_args=rest)
@@ -130,14 +130,14 @@ class Step:
         return keywords._replace(read=self.reads(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
 
     @property
-    def _of_inner(self) -> set[str]:
+    def _inner_names(self) -> set[str]:
         """The keyword arguments that the optimizer names."""
         return {"weight", "flush", *self.mean_args, *signature_of(self.inner.update).keywords_after(3)}
 
     def _check_read(self, extra_args: Mapping[str, Any], state: Tree, params: Tree) -> None:
         """Raises for a keyword argument that nobody reads, such as one that `fun` takes as one of its **kwargs."""
         args = params, self.inner_state(state), params
-        names = extra_args.keys() - self._of_inner
+        names = extra_args.keys() - self._inner_names
         check_extra_args(self.inner, names, args, extra_args)
         for name in (name for name in unread(self.inner, names, args, extra_args) if is_data(extra_args[name])):
             raise TypeError(

@@ -182,13 +182,13 @@ def close(
         learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
         extra |= outcomes.mean_args(space, state.mean_args, extra)
         updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra)
-        return outcome.of_updates(updates), outcomes.fields_of(state) | learnt | {"inner_opt_state": inner_opt_state}
+        return outcome.updated(updates), outcomes.fields_of(state) | learnt | {"inner_opt_state": inner_opt_state}
 
     if rules.policy.rejects is None:
         result, fields = emit()
         return result, fields | left
     rejected, info = rules.policy.rejects(gradient, state, params)
-    discard = lambda: (outcome.of_none(emit), outcomes.fields_of(state))
+    discard = lambda: (outcome.unchanged(emit), outcomes.fields_of(state))
     result, fields = compilers.branch(rejected, discard, emit)
     return result, fields | left | {"rejected": rejected, "skip_state": info}
 
@@ -210,7 +210,7 @@ def leave_open(
     fields = outcomes.fields_of(window.state) | space.held(window.total)
     if rules.policy.rejects is not None:
         fields |= {"rejected": jnp.array(False), "skip_state": window.state.skip_state}
-    return outcome.of_none(emit), fields
+    return outcome.unchanged(emit), fields
 
 
 def check_state(state: Any) -> None:

@@ -35,7 +35,7 @@ class Returns(NamedTuple):
 
         loss = jax.tree.map(as_float, ratio.as_ratio(parts.loss))
         if self.weight_of is not None:
-            loss = ratio.of_mean(loss, self._weight(loss, parts.aux))
+            loss = ratio.from_mean(loss, self._weight(loss, parts.aux))
         return parts._replace(loss=loss)
 
     def _weight(self, loss: Any, aux: Tree) -> Any:

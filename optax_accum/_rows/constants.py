@@ -82,7 +82,7 @@ def entries_apart(equation: Equation, operand: int, makers: Makers) -> list[Any]
     return [entry for entry in entries if entry is not None]
 
 
-def of_choice(cases: Sequence[Any], certain: Sequence[str | None]) -> str | None:
+def choose(cases: Sequence[Any], certain: Sequence[str | None]) -> str | None:
     """What is certain of a choice: of one of the cases taken where two rows meet; of all if it is not known which."""
     places = {int(case) for case in cases} or range(len(certain))
     found = [certain[place] for place in places]

@@ -52,20 +52,20 @@ def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
     try:
         if equation.name == "scan":
             is_over_layers = equation.single.params["length"] == equation.double.params["length"]
-            return _of_scan(equation, zeros) if is_over_layers else _over_rows(equation, zeros)
+            return _read_layers(equation, zeros) if is_over_layers else _read_rows(equation, zeros)
         if equation.name == "cond" and equation.ins[0].axis is None:
-            return _of_branches(equation, zeros)
+            return _read_branches(equation, zeros)
     except OtherProgramError:
         return None
     return None
 
 
-def _of_scan(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_layers(equation: Equation, zeros: Zeros) -> Bodies | None:
     consts, carried = compilers.sizes_of_scan(equation.single)
     program = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     begins = [place for place in range(carried) if equation.ins[consts + place] in zeros]
     running = {place: program.inputs[consts + place] for place in begins if _only_adds(program, consts, place)}
-    found = _read(program, set(running.values()))
+    found = _read_body(program, set(running.values()))
     if found is None:
         return None
     body, parts, _ = found
@@ -75,7 +75,7 @@ def _of_scan(equation: Equation, zeros: Zeros) -> Bodies | None:
     return Bodies([body], is_part)
 
 
-def _over_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
     """A loop over rows that only adds to what it carries: its body sees one row, and runs as it is."""
     single, double = equation.single, equation.double
     consts, carried = compilers.sizes_of_scan(single)
@@ -90,7 +90,7 @@ def _over_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
     return Bodies([], [place < carried for place in range(len(equation.outs))]) if all(sums) else None
 
 
-def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
     """Branches whose results are rows, or parts of sums: a sum is one in each branch that does not return zeros."""
     pairs = zip(equation.single.params["branches"], equation.double.params["branches"], strict=True)
     programs = [paired(*pair, equation.rows, equation) for pair in pairs]
@@ -98,7 +98,7 @@ def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
     are_parts: list[list[bool]] = []
     may_be: list[list[bool]] = []
     for program in programs:
-        found = _read(program, set())
+        found = _read_body(program, set())
         if found is None:
             return None
         body, parts, zeros_inside = found
@@ -112,7 +112,7 @@ def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
     return Bodies(bodies, is_part)
 
 
-def _read(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
+def _read_body(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
     """A body, its values that are parts of sums, and those that are zeros; None if it takes all rows."""
     parts, zeros = set(begun), Zeros()
     kinds: dict[Equation, Kind] = {}

@@ -69,18 +69,18 @@ def _dependences(program: Any, found: Dependences) -> Dependences:
         return env[atom]
 
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _of_equation(eqn, list(map(read, eqn.invars))), strict=True))
+        env.update(zip(eqn.outvars, _follow(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _of_equation(eqn: Any, ins: Dependences) -> Dependences:
+def _follow(eqn: Any, ins: Dependences) -> Dependences:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        outs = _of_scan(eqn, ins)
+        outs = _follow_scan(eqn, ins)
     elif name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
         outs = _dependences(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
-        outs = [_of_operation(eqn, ins)] * len(eqn.outvars)
+        outs = [_follow_operation(eqn, ins)] * len(eqn.outvars)
     exact = lambda var: not jnp.issubdtype(var.aval.dtype, jnp.inexact)
     return [
         Dependence.OTHER if each is Dependence.LINEAR and exact(var) else each
@@ -88,7 +88,7 @@ def _of_equation(eqn: Any, ins: Dependences) -> Dependences:
     ]
 
 
-def _of_scan(eqn: Any, ins: Dependences) -> Dependences:
+def _follow_scan(eqn: Any, ins: Dependences) -> Dependences:
     consts, carried = compilers.sizes_of_scan(eqn)
     carry = ins[consts : consts + carried]
     while True:
@@ -105,7 +105,7 @@ def _together(ins: Dependences) -> Dependence:
     return found.pop() if len(found) == 1 else Dependence.OTHER
 
 
-def _of_operation(eqn: Any, ins: Dependences) -> Dependence:
+def _follow_operation(eqn: Any, ins: Dependences) -> Dependence:
     """The result of an operation that is linear in some of its operands, if the others are fixed."""
     zero = {place for place, each in enumerate(ins) if each is Dependence.ZERO}
     fixed = {place for place, each in enumerate(ins) if each is Dependence.FIXED}

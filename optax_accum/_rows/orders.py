@@ -63,7 +63,7 @@ class Orders:
             self.neutral.update(value for value in equation.outs if value.axis is not None)
             return False, None
         if any(value.axis == COUPLED for value in (*equation.ins, *equation.outs)):
-            return self._of_coupled(equation)
+            return self._read_coupled(equation)
         if kind is Kind.WHOLE:
             rule = _RULES.get(equation.name)
             found = rule(self, equation) if rule else None
@@ -96,7 +96,7 @@ class Orders:
     def order(self, value: Value) -> Order:
         return self.of.get(value, OWN)
 
-    def _of_coupled(self, equation: Equation) -> tuple[bool, str | None]:
+    def _read_coupled(self, equation: Equation) -> tuple[bool, str | None]:
         """An operation on rows along several axes, as n x n scores are, or on some of the rows."""
         rows = [value for value in equation.ins if value.axis is not None]
         if self.neutral.issuperset(rows):
@@ -130,9 +130,7 @@ class Orders:
         known = [self.coupled[value] for value in rows if value in self.coupled]
         if equation.name == "select_n":
             cases = self._cases_apart(equation)
-            return (
-                known if cases is None else [constants.of_choice(cases, list(map(self.coupled.get, equation.ins[1:])))]
-            )
+            return known if cases is None else [constants.choose(cases, list(map(self.coupled.get, equation.ins[1:])))]
         if equation.name in _PRODUCTS:
             masks = [place for place, value in enumerate(equation.ins) if value in self.neutral]
             entries = [constants.entries_apart(equation, place, self.makers) for place in masks]

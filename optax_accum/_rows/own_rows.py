@@ -13,7 +13,7 @@ from optax_accum._rows.traces import COUPLED, Rows
 Made = Mapping[Any, Any]  # from a value to the equation that makes it
 
 
-def of_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+def rewrite_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]] | None:
     """A gather or a scatter as a batched one, a function, and the values that it takes.
 
     None unless each row takes itself. `before`: the equations before it.

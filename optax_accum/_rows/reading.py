@@ -66,7 +66,7 @@ class Reading:
     def form(self, value: Value) -> Form:
         if value not in self.forms:
             literal = self.number(value)
-            self.forms[value] = Form() if literal is None else self._of_literal(literal)
+            self.forms[value] = Form() if literal is None else self._read_literal(literal)
         return self.forms[value]
 
     def number(self, value: Value) -> Constant | Number | None:
@@ -74,7 +74,7 @@ class Reading:
 
     # Numbers
 
-    def _of_literal(self, value: Constant | Number) -> Form:
+    def _read_literal(self, value: Constant | Number) -> Form:
         """The form of a literal: a power (-2 to 2) of the number of rows, or any other number."""
         array, other = value.array if isinstance(value, Constant) else np.asarray(value.array), value.double
         if value.axis is not None:
@@ -128,7 +128,7 @@ class Reading:
             self._find_again(equation)
         if kind is Kind.FREE and self._compute(equation):
             return
-        form = self._of(equation, kind)
+        form = self._read_form(equation, kind)
         if takes_params and any(
             nonlinear_rules(equation.single, [v in self.levels.differentiable for v in equation.ins])
         ):
@@ -180,7 +180,7 @@ class Reading:
             return str(value.aval), str(value.number), str(value.double)
         return self.same.get(value, value)
 
-    def _of(self, equation: Equation, kind: Kind) -> Form:
+    def _read_form(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
         if mapped := mapped_in_blocks(equation, self.orders.makers):
@@ -189,7 +189,7 @@ class Reading:
                 return self._plain(equation, [self._spread(value, equation) for value in (*shared, *rows)])
         is_separate, why_not = self.orders.read(equation, kind)
         if self.pairs.read(equation):
-            return self._of_pairs(equation)
+            return self._read_pairs(equation)
         if why_not:
             return self._failed(equation, why_not, is_certain=True)
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
@@ -225,7 +225,7 @@ class Reading:
         """A result that does not add up; reading goes on, to find other reasons."""
         return _because(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
 
-    def _of_pairs(self, equation: Equation) -> Form:
+    def _read_pairs(self, equation: Equation) -> Form:
         """The form of a sum of parts; until it is reduced over all rows, only what is linear takes parts by parts."""
         (result,) = equation.outs
         parts = self.pairs.parts[result]

@@ -140,14 +140,14 @@ class Device:
 
     def same(self, tree: Tree) -> Tree:
         """The values of the first device, with types that tell that they are the same on all devices."""
-        return jax.tree.map(self._of_first, tree) if self.axes else tree
+        return jax.tree.map(self._from_first, tree) if self.axes else tree
 
-    def _of_first(self, leaf: Any) -> Any:
+    def _from_first(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(self._of_first(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(self._from_first(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if leaf.dtype == bool:
-            return self._of_first(leaf.astype(jnp.int32)).astype(bool)
+            return self._from_first(leaf.astype(jnp.int32)).astype(bool)
         return jax.lax.psum(jnp.where(self.index == 0, leaf, jnp.zeros_like(leaf)), self.axes)
 
     def total(self, value: Any) -> Any:

@@ -20,7 +20,7 @@ from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
 from optax_accum._within import loops, partial, shared
 from optax_accum._within.fold import NOTHING, Result, Sampled, folded
-from optax_accum._within.some_rows import evaluate_some, followed, of_rows, read
+from optax_accum._within.some_rows import evaluate_rows, evaluate_some, followed, read
 from optax_accum._within.store import Store, axis_of, has_own_rows, same
 
 
@@ -94,7 +94,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     units, device = store.units, store.device
     every = jnp.arange(units.number)
     if kind is Kind.LOCAL:
-        local = functools.partial(of_rows, equation, units, numbers=every)
+        local = functools.partial(evaluate_rows, equation, units, numbers=every)
         return _in_step(equation, local, device, values)
     if kind is Kind.PARTIAL:
         part = partial.part_of(equation, units, values, every)
@@ -174,7 +174,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         constants, interleaved = given
         env = dict(zip((*constant, *weights, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True))
         env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
-        return of_micro_batch(loop, levels, units, env, units.of_part(index))
+        return run_micro_batch(loop, levels, units, env, units.of_part(index))
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
         constants, interleaved = given
@@ -226,7 +226,7 @@ def _each(flag: bool, tree: Any) -> Any:
     return jax.tree.map(lambda _: flag, tree)
 
 
-def of_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], numbers: jax.Array) -> list[Any]:
+def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], numbers: jax.Array) -> list[Any]:
     """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
 
     `env` has the values that the loop takes; `numbers` counts the micro-batch's units.

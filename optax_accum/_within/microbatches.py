@@ -146,7 +146,7 @@ class MicroBatches:
         return dtypes.strong(parts.carry)
 
 
-def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
+def split_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
     """Cuts one device's part of the batch of a call; `parts` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
@@ -156,13 +156,13 @@ def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: s
 
 def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
     names, own = tuple(call.arguments), {*call.batch, call.rng}
-    of_values = lambda *values: parts(call.with_values(names, values))
+    run = lambda *values: parts(call.with_values(names, values))
 
     def differ(*values: Any) -> Tree:
         """Each device has its own rows, and its own key."""
         return [jax.tree.map(lambda _: name in own, value) for name, value in zip(names, values, strict=True)]  # noqa: B023
 
-    return device.in_step(of_values, equations, differ)(*call[names])
+    return device.in_step(run, equations, differ)(*call[names])
 
 
 # How much each counts, known from the data before the first one runs

@@ -180,7 +180,7 @@ class _Rules(NamedTuple):
 
 def _reduced(rules: _Rules, call: Call) -> Any:
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.reduce_microbatches.")
-    run = functools.partial(_of_no_rows, rules)
+    run = functools.partial(_run_no_rows, rules)
     if not _is_empty(call[call.batch]):
         call.check_shared(count_rows(call[call.batch]))
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
@@ -197,7 +197,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     values = shared.widened(call[names], tuple(map(device.gathers, names, call[names])))
     call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
     parts = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
-    micro_batches = microbatches.of_call(parts, device, call.with_values(names, values), rules.sizes)
+    micro_batches = microbatches.split_call(parts, device, call.with_values(names, values), rules.sizes)
     traced = micro_batches.traced()
     closure = shared.Closure(values)
     if closure.widen(traced.program.consts):
@@ -223,11 +223,11 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
-    of_arrays = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
-    return closure.opened(of_arrays, arrays)(arrays)
+    run = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
+    return closure.opened(run, arrays)(arrays)
 
 
-def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
+def _run_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     """The result for a batch without rows: `fun` is traced for one row, and not run."""
     one = lambda leaf: jnp.zeros((1, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
     small = call.with_values(call.batch, jax.tree.map(one, call[call.batch]))

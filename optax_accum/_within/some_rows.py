@@ -36,7 +36,7 @@ def evaluate_some(
                     values = [leaf if value in known.folds else units.share(numbers, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
-                results = of_rows(equation, units, values, numbers)
+                results = evaluate_rows(equation, units, values, numbers)
             env.update(zip(equation.outs, results, strict=True))
 
 
@@ -44,7 +44,7 @@ def read(env: dict[Value, Any], value: Value) -> Any:
     return value.array if isinstance(value, Number | Constant) and value not in env else env[value]
 
 
-def _layers_of_rows(
+def _evaluate_layers(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
@@ -57,7 +57,7 @@ def _layers_of_rows(
         start[place] = start[place].astype(dtypes.wide(start[place].dtype))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _of_body(body, units, [*fixed, *carry, *x], numbers)
+        outs = _evaluate_body(body, units, [*fixed, *carry, *x], numbers)
         return outs[:carried], outs[carried:]
 
     start = evaluation.settled(step, start, xs, fixed)
@@ -66,7 +66,7 @@ def _layers_of_rows(
     return [*carry, *ys]
 
 
-def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
+def evaluate_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
     """Evaluates an equation for the rows of one micro-batch."""
     positional = known(equation.name).positional
     if positional is not None and locality.is_positional(equation.view):
@@ -80,11 +80,15 @@ def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
 def _inside(equation: Equation) -> Callable[..., Sequence[Any]]:
     """How an equation is evaluated whose programs inside make rows and parts of sums."""
     if equation.name == "cond":
-        return _branches_of_rows
-    return _layers_of_rows if equation.single.params["length"] == equation.double.params["length"] else _row_by_row
+        return _evaluate_branches
+    return (
+        _evaluate_layers
+        if equation.single.params["length"] == equation.double.params["length"]
+        else _evaluate_row_by_row
+    )
 
 
-def _row_by_row(
+def _evaluate_row_by_row(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
@@ -108,7 +112,7 @@ def _row_by_row(
     return [*carry, *ys]
 
 
-def _branches_of_rows(
+def _evaluate_branches(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
@@ -117,7 +121,7 @@ def _branches_of_rows(
 
     def branch(body: Body) -> Any:
         def run(*operands: Any) -> list[Any]:
-            results = _of_body(body, units, operands, numbers)
+            results = _evaluate_body(body, units, operands, numbers)
             triples = zip(results, bodies.are_sums, types, strict=True)
             return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
 
@@ -139,7 +143,7 @@ def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
     return varied
 
 
-def _of_body(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
+def _evaluate_body(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
     env = dict(zip(body.program.inputs, values, strict=True))
     evaluate_some(body.program.equations, body, units, env, numbers)
     return [read(env, value) for value in body.program.outputs]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.rows import count_known_rows, of_rows
+from optax_accum._arguments.rows import count_known_rows, map_rows
 from optax_accum._core import compilers
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
@@ -86,17 +86,17 @@ def interleaved(split: Split, batch: Tree) -> Tree:
         rows = rows if not split.rest else rows[: split.full * split.size]
         return compilers.reshaped(rows, split.size, split.full, *rows.shape[1:])
 
-    return of_rows(stack, _arrays(batch))
+    return map_rows(stack, _arrays(batch))
 
 
 def micro_batch(batch: Tree, index: int | jax.Array) -> Tree:
     """Full micro-batch `index`: leaves [b, ...]."""
-    return of_rows(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), batch)
+    return map_rows(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), batch)
 
 
 def remainder(split: Split, batch: Tree) -> Tree:
     """The micro-batch of the remaining rows: leaves [r, ...]."""
-    return of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
+    return map_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
 
 
 def _arrays(batch: Tree) -> Tree:

@@ -80,7 +80,7 @@ def trace_call(
     devices = device.count
     rows_here = count_known_rows(call[call.batch])
     rows = devices * rows_here
-    of_arrays, arrays = _of_arrays(fun, call)
+    run, arrays = _flattened(fun, call)
     arguments = call.arguments.items()
     owner = [name for name, arg in arguments for leaf in jax.tree.leaves(arg) if is_array(leaf)]
 
@@ -96,17 +96,17 @@ def trace_call(
         ]
 
     try:
-        single = trace(of_arrays, types(rows))
+        single = trace(run, types(rows))
     except tracing.NEEDS_VALUES as error:
         if tracing.is_staged():
             raise
         raise UndividedError(f"The loss looks at values, which no trace has, at {place_of_error(error)}.") from error
     try:
-        other, double = 2 * rows, jax.make_jaxpr(of_arrays)(types(2 * rows))
+        other, double = 2 * rows, jax.make_jaxpr(run)(types(2 * rows))
     except Exception as error:
         call.check_shared(rows, of_whole_batch=True)  # an argument with as many rows as the batch may be why
         try:  # a table in the parameters may have no 2 n rows
-            other, double = rows // 2, jax.make_jaxpr(of_arrays)(types(rows // 2))
+            other, double = rows // 2, jax.make_jaxpr(run)(types(rows // 2))
         except Exception:
             error.add_note(f"{_TWICE} {_REMEDY}")
             raise error from None
@@ -138,7 +138,7 @@ def warn_undivided(error: UndividedError) -> None:
     messages.warn(f"{error} {_AT_ONCE}")
 
 
-def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+def _flattened(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """The call as a function of its arrays, and the arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], is_array)

@@ -67,14 +67,14 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         call = call.with_values(others, device.fold_keys(call[others]))
         arrays, filled = parted(call[tuple(call.arguments)], is_array)
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
-    fun = _of_one_number(rules)
+    fun = _with_one_number(rules)
     may_run_at_once = device.is_alone and not rules.meter.measures
     if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
         return _at_once(rules, device, call, fun)
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
         if again and not rules.meter.measures:
-            return _of_function(rules, device, call, _traced(rules, call, over, fun))
+            return _run_function(rules, device, call, _traced(rules, call, over, fun))
         program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
     except UndividedError as error:
         if not may_run_at_once:
@@ -82,22 +82,22 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    is_of_function = _is_smaller_as_function(rules, program)
-    if is_of_function or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
-        return _of_function(rules, device, call, _traced(rules, call, over, fun))
+    is_smaller = _is_smaller_as_function(rules, program)
+    if is_smaller or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
+        return _run_function(rules, device, call, _traced(rules, call, over, fun))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
     device.check_axes(program.traced.program.out_avals[:outputs])
     if device.one_batch:
         check_alike(program, device, call, outputs)
-    return _of_gradient(rules, device, program)
+    return _run_gradient(rules, device, program)
 
 
 def traced_gradient(
     rules: CallRules, call: Call, device: Device | None = None, *, joins_all: bool = False
 ) -> TracedCall:
     """The program that computes the value and the gradient of the whole batch; see `trace_call` and `levels_of`."""
-    gradient = functools.partial(_gradient, rules, _of_one_number(rules))
+    gradient = functools.partial(_gradient, rules, _with_one_number(rules))
     return trace_call(
         gradient,
         call,
@@ -139,7 +139,7 @@ def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tr
     return outputs, grads
 
 
-def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
+def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient, by the program that computes both."""
     params = program.call[program.call.params]
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
@@ -201,7 +201,7 @@ def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., An
     return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
 
 
-def _of_one_number(rules: CallRules) -> Callable[..., Any]:
+def _with_one_number(rules: CallRules) -> Callable[..., Any]:
     """`fun` with a loss that is one number: a `Ratio` is divided, and several terms are added."""
 
     @functools.wraps(rules.fun)
@@ -218,7 +218,7 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
 # Differentiated again
 
 
-def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall) -> tuple[Local, Tree]:
+def _run_function(rules: CallRules, device: Device, call: Call, loss: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient of a loss, by JAX, which may differentiate them again."""
     _check_own_rows(device, loss)
     device.check_nested(loss.traced)
