@@ -171,7 +171,7 @@ def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bo
     terms = terms_of(subject, found)
     weights, reasons, verdict = _weights(subject, found, terms)
     return Explanation(
-        rows=units.number * units.block,
+        rows=units.count * units.block,
         num_microbatches=units.microbatches if is_cut else None,
         group=units.block,
         couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),

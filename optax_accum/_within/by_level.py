@@ -64,7 +64,7 @@ def _run_whole(equation: Equation, levels: Levels, store: Store) -> None:
         return
     values = [store.whole(value) for value in equation.ins]
     if _is_part_of_batch(equation, levels, store):
-        every = jnp.arange(store.units.number)
+        every = jnp.arange(store.units.count)
         store.sums[equation.outs[0]] = partial.part_of(equation, store.units, values, every)
         return
     if is_over_layers(equation, levels):
@@ -92,9 +92,9 @@ def _as_it_is(equation: Equation, values: list[Any]) -> Sequence[Any]:
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
     """Evaluates an equation for all rows, each device for its own; one that takes rows together gathers them."""
     units, device = store.units, store.device
-    every = jnp.arange(units.number)
+    every = jnp.arange(units.count)
     if kind is Kind.LOCAL:
-        local = functools.partial(evaluate_rows, equation, units, numbers=every)
+        local = functools.partial(evaluate_rows, equation, units, indices=every)
         return _in_step(equation, local, device, values)
     if kind is Kind.PARTIAL:
         part = partial.part_of(equation, units, values, every)
@@ -173,8 +173,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     def part(given: Any, wide: Any, index: Any, rows: list[Any]) -> list[Any]:
         constants, interleaved = given
         env = dict(zip((*constant, *weights, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True))
-        env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
-        return run_micro_batch(loop, levels, units, env, units.of_part(index))
+        env |= {v: units.micro_batch(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
+        return run_micro_batch(loop, levels, units, env, units.indices(index))
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
         constants, interleaved = given
@@ -226,12 +226,12 @@ def _each(flag: bool, tree: Any) -> Any:
     return jax.tree.map(lambda _: flag, tree)
 
 
-def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], numbers: jax.Array) -> list[Any]:
+def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], indices: jax.Array) -> list[Any]:
     """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
 
-    `env` has the values that the loop takes; `numbers` counts the micro-batch's units.
+    `env` has the values that the loop takes; `indices` counts the micro-batch's units.
     """
-    evaluate_some(loop.equations, levels, units, env, numbers)
+    evaluate_some(loop.equations, levels, units, env, indices)
     return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
 

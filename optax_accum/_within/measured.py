@@ -54,7 +54,7 @@ def _takes(value: Value, made: dict[Value, Equation], sources: set[Value]) -> bo
 def rows_of(program: TracedCall) -> int:
     """The rows of all devices."""
     units = program.units
-    return units.number * units.block * units.devices
+    return units.count * units.block * units.devices
 
 
 def measured(
@@ -85,7 +85,7 @@ def measured(
         by_sum = dict(zip(order, parts, strict=True))
         pairs = zip(found, squares, strict=True)
         each = [square if value is None else by_sum[value] for value, square in pairs]
-        weight = jnp.sum(units.of_part(index) < units.number) * units.block
+        weight = jnp.sum(units.indices(index) < units.count) * units.block
         weight = weight.astype(dtypes.default_float())
         each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
         return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)

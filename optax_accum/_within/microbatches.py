@@ -96,8 +96,8 @@ class MicroBatches:
 
         All devices run its loops and branches together, where one may have to wait for another.
         """
-        parts = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
-        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(parts, loss.jaxpr.eqns))
+        call_fun = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
+        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(call_fun, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
         """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
@@ -146,17 +146,17 @@ class MicroBatches:
         return dtypes.strong(parts.carry)
 
 
-def split_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
-    """Cuts one device's part of the batch of a call; `parts` calls `fun`."""
+def split_call(call_fun: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
+    """Splits one device's part of the batch of a call; `call_fun` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
-    return MicroBatches(parts, device, call, split, splitting.interleaved(split, batches), rest)
+    return MicroBatches(call_fun, device, call, split, splitting.interleaved(split, batches), rest)
 
 
-def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
+def _in_step(call_fun: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
     names, own = tuple(call.arguments), {*call.batch, call.rng}
-    run = lambda *values: parts(call.with_values(names, values))
+    run = lambda *values: call_fun(call.with_values(names, values))
 
     def differ(*values: Any) -> Tree:
         """Each device has its own rows, and its own key."""
@@ -205,14 +205,14 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
     weigh = lambda *rows: _weight(weight_fn(*rows))
     try:
-        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
+        weights = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
     except jax.errors.ConcretizationTypeError as error:
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
     if split.rest:
-        parts.append(_weight(weight_fn(*micro_batches.rest)))
-    total = total_of(sum(map(jnp.sum, parts)))
-    full, *rest = (_share(part, total) for part in parts)
+        weights.append(_weight(weight_fn(*micro_batches.rest)))
+    total = total_of(sum(map(jnp.sum, weights)))
+    full, *rest = (_share(weight, total) for weight in weights)
     return Shares(full, rest[0] if rest else 0.0, split)
 
 

@@ -15,16 +15,16 @@ def reduction_of(equation: Equation) -> Reduction:
     return known(equation.name).partial
 
 
-def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
+def part_of(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> jax.Array:
     """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
     reduction = reduction_of(equation)
 
     def filled(value: Any, axis: int | None) -> Any:
         if axis is None or not units.fills:
             return value
-        counts = units.counts(numbers, value.shape[axis])
-        counts = jnp.expand_dims(counts, [dim for dim in range(value.ndim) if dim != axis])
-        return jnp.where(counts, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
+        real = units.are_real(indices, value.shape[axis])
+        real = jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(real, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
 
     pairs = zip(values, (value.axis for value in equation.ins), strict=True)
     return reduction.part(equation.single, [filled(*pair) for pair in pairs], _wide, reduction.fold.along)

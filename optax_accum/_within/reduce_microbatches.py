@@ -196,12 +196,12 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     names = tuple(name for name in call.arguments if name not in (*call.batch, call.rng, call.carry))
     values = shared.widened(call[names], tuple(map(device.gathers, names, call[names])))
     call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
-    parts = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
-    micro_batches = microbatches.split_call(parts, device, call.with_values(names, values), rules.sizes)
+    call_fun = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
+    micro_batches = microbatches.split_call(call_fun, device, call.with_values(names, values), rules.sizes)
     traced = micro_batches.traced()
     closure = shared.Closure(values)
     if closure.widen(traced.program.consts):
-        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, parts))
+        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, call_fun))
     micro_batches = micro_batches.with_fast_convolutions(traced)
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
@@ -220,10 +220,10 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     return outputs.finish(totals), carry
 
 
-def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
+def _closing_over(closure: shared.Closure, call_fun: Callable[[Call], Parts], call: Call) -> Parts:
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
-    run = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
+    run = lambda arrays: call_fun(call.with_values(tuple(call.arguments), filled(arrays)))
     return closure.opened(run, arrays)(arrays)
 
 

@@ -20,23 +20,23 @@ from optax_accum._within.store import axis_of
 
 
 def evaluate_some(
-    equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
+    equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], indices: jax.Array
 ) -> None:
     """Evaluates equations for the rows of these units: adds their results to `env`."""
     for equation in equations:
         with explained(equation):
             values = [read(env, value) for value in equation.ins]
             if equation in known.bodies:
-                results = _inside(equation)(equation, known.bodies[equation], units, values, numbers)
+                results = _inside(equation)(equation, known.bodies[equation], units, values, indices)
             elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
-                results = [partial.part_of(equation, units, values, numbers)]
+                results = [partial.part_of(equation, units, values, indices)]
             elif known.kinds[equation] is Kind.PARTIAL:
                 if equation.name in ADDS and isinstance(known, Levels):
                     pairs = zip(values, equation.ins, strict=True)
-                    values = [leaf if value in known.folds else units.share(numbers, leaf) for leaf, value in pairs]
+                    values = [leaf if value in known.folds else units.share(indices, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
-                results = evaluate_rows(equation, units, values, numbers)
+                results = evaluate_rows(equation, units, values, indices)
             env.update(zip(equation.outs, results, strict=True))
 
 
@@ -45,7 +45,7 @@ def read(env: dict[Value, Any], value: Value) -> Any:
 
 
 def _evaluate_layers(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
     params = equation.single.params
@@ -57,7 +57,7 @@ def _evaluate_layers(
         start[place] = start[place].astype(dtypes.wide(start[place].dtype))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate_body(body, units, [*fixed, *carry, *x], numbers)
+        outs = _evaluate_body(body, units, [*fixed, *carry, *x], indices)
         return outs[:carried], outs[carried:]
 
     start = evaluation.settled(step, start, xs, fixed)
@@ -66,14 +66,14 @@ def _evaluate_layers(
     return [*carry, *ys]
 
 
-def evaluate_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
+def evaluate_rows(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates an equation for the rows of one micro-batch."""
     positional = known(equation.name).positional
     if positional is not None and locality.is_positional(equation.view):
         (made,) = equation.outs
-        places = units.places(numbers, made.aval.shape[axis_of(made)])
+        places = units.places(indices, made.aval.shape[axis_of(made)])
         return [positional.at(equation.single, values, axis_of(made), places)]
-    some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
+    some = resized.Some(equation.rows, len(indices) * units.block, indices < units.count if units.fills else None)
     return resized.evaluate(equation.single, equation.double, some, values)
 
 
@@ -89,7 +89,7 @@ def _inside(equation: Equation) -> Callable[..., Sequence[Any]]:
 
 
 def _evaluate_row_by_row(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
     params = equation.single.params
@@ -97,23 +97,23 @@ def _evaluate_row_by_row(
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     fixed, start, rows = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
     some = resized.Some(equation.rows, equation.rows[0])
-    counts = units.counts(numbers, len(rows[0]))
+    real = units.are_real(indices, len(rows[0]))
 
     def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        count, row = x
+        is_real, row = x
         out = resized.run(params["jaxpr"], params["jaxpr"], some, [*fixed, *carry, *row])
         after = out[:carried]
         if units.fills:
-            after = [jnp.where(count, new, old) for new, old in zip(after, carry, strict=True)]
+            after = [jnp.where(is_real, new, old) for new, old in zip(after, carry, strict=True)]
         return after, out[carried:]
 
-    start = evaluation.settled(step, start, (counts, rows), fixed)
-    carry, ys = jax.lax.scan(step, start, (counts, rows), reverse=params["reverse"], unroll=params["unroll"])
+    start = evaluation.settled(step, start, (real, rows), fixed)
+    carry, ys = jax.lax.scan(step, start, (real, rows), reverse=params["reverse"], unroll=params["unroll"])
     return [*carry, *ys]
 
 
 def _evaluate_branches(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
     index, *operands = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
@@ -121,7 +121,7 @@ def _evaluate_branches(
 
     def branch(body: Body) -> Any:
         def run(*operands: Any) -> list[Any]:
-            results = _evaluate_body(body, units, operands, numbers)
+            results = _evaluate_body(body, units, operands, indices)
             triples = zip(results, bodies.are_sums, types, strict=True)
             return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
 
@@ -143,9 +143,9 @@ def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
     return varied
 
 
-def _evaluate_body(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
+def _evaluate_body(body: Body, units: Units, values: Sequence[Any], indices: jax.Array) -> list[Any]:
     env = dict(zip(body.program.inputs, values, strict=True))
-    evaluate_some(body.program.equations, body, units, env, numbers)
+    evaluate_some(body.program.equations, body, units, env, indices)
     return [read(env, value) for value in body.program.outputs]
 
 

@@ -119,13 +119,13 @@ def trace_call(
             raise UndividedError(f"The loss has a mutable array of its own, at {equation.place}.")
     program = dealt_out(program, devices)
     units = program.units // devices
-    parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
+    microbatches = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
     levels = levels_of(program, [name in params for name in owner], own=outputs and outputs(single.shapes), **options)
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)
     arrays = device.vary(arrays)
     call = call.with_values(names, filled(arrays))
-    units = Units(units, parts, rows_here // units, devices, device.index)
+    units = Units(units, microbatches, rows_here // units, devices, device.index)
     return TracedCall(single, levels, units, device, call, arrays)
 
 
