@@ -96,7 +96,7 @@ def explicit_sharding(leaf: Any) -> Any:
     return None if explicit_mesh(kind) is None else kind.sharding
 
 
-def cuttable_sharding(sharding: Any, axis: int, rows: int) -> Any:
+def splittable_sharding(sharding: Any, axis: int, rows: int) -> Any:
     """A sharding without that along an axis, if Explicit axes cannot cut so many rows evenly."""
     spec: Any = getattr(sharding, "spec", ())
     entry = spec[axis] if axis < len(spec) else None

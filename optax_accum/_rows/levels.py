@@ -15,7 +15,7 @@ class Kind(enum.Enum):
     LOCAL = "for the rows of a micro-batch, in a loop"
     PARTIAL = "in parts in the loop, which are joined after it"
     WHOLE = "once, on all rows"
-    MADE = "once; it takes no rows and makes some, which are cut as a batch is"
+    MADE = "once; it takes no rows and makes some, which are split as a batch is"
     FREE = "once; it takes no rows and makes none"
 
 

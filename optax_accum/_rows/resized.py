@@ -81,7 +81,7 @@ def _shardings(single: Any, double: Any, some: Some) -> dict[str, Any]:
     if axis in (None, COUPLED):
         return {}
     rows = some.size if some.real is None else 1
-    return {key: compilers.cuttable_sharding(sharding, axis, rows) for key, sharding in named.items()}
+    return {key: compilers.splittable_sharding(sharding, axis, rows) for key, sharding in named.items()}
 
 
 def _resized(single: Any, double: Any, some: Some) -> Any:

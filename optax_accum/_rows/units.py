@@ -61,13 +61,13 @@ class Units:
         rows = jax.lax.dynamic_index_in_dim(interleaved, index, axis=1, keepdims=False)
         return self.along(compilers.on_device(rows), axis)
 
-    def cut(self, leaf: jax.Array, axis: int) -> jax.Array:
+    def split(self, leaf: jax.Array, axis: int) -> jax.Array:
         """All rows as micro-batches [k, ...], each with its rows along `axis`."""
         rows = jnp.moveaxis(self.interleaved(leaf, axis), 1, 0)
         return jnp.moveaxis(_joined(rows, 1), 1, axis + 1)
 
     def joined(self, parts: jax.Array, axis: int) -> jax.Array:
-        """The inverse of `cut`."""
+        """The inverse of `split`."""
         rows = jnp.moveaxis(parts, axis + 1, 1)
         rows = compilers.reshaped(rows, self.microbatches, self.size, rows.shape[1] // self.size, *rows.shape[2:])
         return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.count], axis)

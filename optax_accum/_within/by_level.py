@@ -166,7 +166,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     weights = [value for value in takes if value.axis is None and value in levels.differentiable]
     kept_rows = [value for value in takes if value.axis is not None and value in levels.of_params]
     batch_rows = [value for value in takes if value.axis is not None and value not in levels.of_params]
-    interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in batch_rows]
+    interleaved = [units.interleaved(store.splittable(value), axis_of(value)) for value in batch_rows]
     constants = [store.whole(value) for value in constant]
     wide = list(map(store.shared, weights))
 
@@ -182,7 +182,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
 
     equations = [equation.single for equation in loop.equations]
     part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
-    given, xs = (constants, interleaved), [store.cut(value) for value in kept_rows]
+    given, xs = (constants, interleaved), [store.split(value) for value in kept_rows]
     if levels.differentiable:
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))

@@ -48,7 +48,7 @@ class Store:
         if value not in self.values and value.axis is None:
             self.values[value] = self.slices[value][0]  # the same for each micro-batch
         if value not in self.values:
-            slices = meshes.cuttable(self.slices[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
+            slices = meshes.splittable(self.slices[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
             joined = self.units.joined(slices, axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
@@ -65,14 +65,14 @@ class Store:
             (self.passed[value],) = shared.widened([self.whole(value)], [same])
         return self.passed[value]
 
-    def cuttable(self, value: Value) -> Any:
-        """The value for all rows, as Explicit axes let it be cut."""
+    def splittable(self, value: Value) -> Any:
+        """The value for all rows, sharded so that Explicit axes let it be split."""
         units = self.units
-        return meshes.cuttable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
+        return meshes.splittable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
 
-    def cut(self, value: Value) -> Any:
+    def split(self, value: Value) -> Any:
         if value not in self.slices:
-            self.slices[value] = self.units.cut(self.cuttable(value), axis_of(value))
+            self.slices[value] = self.units.split(self.splittable(value), axis_of(value))
         return self.slices[value]
 
 

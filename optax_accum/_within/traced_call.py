@@ -89,7 +89,7 @@ def trace_call(
     def types(rows: int) -> list[Any]:
         """With the axes of `jax.shard_map` along which each varies, but for the devices': here are the rows of all."""
         sizes = [
-            type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)
+            type_of(leaf, rows / rows_here if has_rows else 1) for leaf, has_rows in zip(arrays, in_batch, strict=True)
         ]
         return [
             evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)
