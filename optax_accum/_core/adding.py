@@ -90,7 +90,7 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, env[var])
     for equation in jaxpr.eqns:
-        if id(equation) in terms.passed:
+        if id(equation) in terms.skipped:
             continue
         places = [at for at in range(len(equation.outvars)) if (id(equation), at) in terms.inside]
         inside = {at: terms.of[equation.outvars[at]][0] for at in places}

@@ -138,13 +138,13 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
 def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
     """The operations from a sum to its guard; empty unless there is one guard, of the sum alone."""
     guard, *more = guards or [None]
-    if guard is None or more or by.powers or reading.same.get(guard.outs[0]) != by.value:
+    if guard is None or more or by.powers or reading.repeats.get(guard.outs[0]) != by.value:
         return ()
     makers = {value: equation for equation in reading.levels.program.equations for value in equation.outs}
     needed, todo = {guard}, [guard]
     while todo:
         for value in todo.pop().ins:
-            if isinstance(value, Constant | Number) or reading.same.get(value, value) == by.value:
+            if isinstance(value, Constant | Number) or reading.original(value) == by.value:
                 continue
             if value not in makers:
                 return ()

@@ -170,7 +170,7 @@ def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
 
 def _only_adds(program: Program, consts: int, place: int) -> bool:
     """Whether a body only adds to a value that it carries."""
-    made = {value: equation for equation in program.equations for value in equation.outs}
+    made_by = {value: equation for equation in program.equations for value in equation.outs}
     taken = [*(value for equation in program.equations for value in equation.ins), *program.outputs]
     uses = collections.Counter(taken)
     begins, value = program.inputs[consts + place], program.outputs[place]
@@ -178,6 +178,6 @@ def _only_adds(program: Program, consts: int, place: int) -> bool:
     while todo:
         value = todo.pop()
         found = found or value is begins
-        if value in made and made[value].name in ("add", "add_any") and uses[value] == 1:
-            todo += made[value].ins
+        if value in made_by and made_by[value].name in ("add", "add_any") and uses[value] == 1:
+            todo += made_by[value].ins
     return found and uses[begins] == 1 and begins.axis is None

@@ -129,7 +129,7 @@ def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
     """A comparison: with a number it may be the test of a guard. There is at least one row."""
     if _asks_finite(reading, equation):
         tested = equation.ins[0]
-        reading.tests[equation.outs[0]] = Test(reading.same.get(tested, tested), 0, is_exact=False)
+        reading.tests[equation.outs[0]] = Test(reading.original(tested), 0, is_exact=False)
         return Form()
     if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
         return Form()
@@ -139,7 +139,7 @@ def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
             if is_zero or name not in ("eq", "ne"):
                 # The case of a sum that is not zero; and whether, among counts, only zero goes to the other case.
                 case, alone = int(name in ("gt", "ge", "ne")), is_zero != (name in ("ge", "lt"))
-                reading.tests[equation.outs[0]] = Test(reading.same.get(value, value), case, alone)
+                reading.tests[equation.outs[0]] = Test(reading.original(value), case, alone)
     return None
 
 
@@ -164,7 +164,7 @@ def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form
         return None
     value, form = equation.ins[left[0]], forms[left[0]]
     counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
-    is_count = reading.same.get(value, value) is test.tested
+    is_count = reading.original(value) is test.tested
     if not (is_count or (test.tested in counts and test.is_exact)):
         return None
     return _guarded(reading, equation, left[0], forms)
@@ -189,8 +189,7 @@ def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[F
     """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form."""
     value = equation.ins[place]
     if reading.scalar(value) is not None:
-        same = reading.same.get(value, value)
-        reading.same[equation.outs[0]] = same
+        reading.repeats[equation.outs[0]] = reading.original(value)
         reading.guard_of[equation.outs[0]] = reading.first(equation)
     return forms[place]
 

@@ -49,13 +49,13 @@ class Orders:
         ] = {}  # rows along several axes, or cut off: why a reduction is none of rows
         self.neutral: set[Value] = set()  # rows that no row of the batch decides, as a diagonal
         self.other_groups: dict[Value, int] = {}  # the case that a choice by this takes for rows of other groups
-        self.makers: dict[Value, Equation] = {}
+        self.made_by: dict[Value, Equation] = {}
         self.permutations: dict[Value, Equation] = {}  # from an index to the sort that returns it
         self.undone: dict[Value, Equation] = {}  # from the index that sorts back, to that sort
         self.sizes: set[Value] = set()  # how many rows have each key by which they are sorted
 
     def note(self, equation: Equation) -> None:
-        self.makers.update(dict.fromkeys(equation.outs, equation))
+        self.made_by.update(dict.fromkeys(equation.outs, equation))
 
     def read(self, equation: Equation, kind: Kind) -> tuple[bool, str | None]:
         """Whether an operation keeps rows separate though it takes all of them; and why it certainly does not."""
@@ -106,7 +106,7 @@ class Orders:
         certain = known[0] if known and None not in known else None
         if all(value.axis != COUPLED for value in equation.outs):
             is_reduced = equation.name.startswith(_REDUCES) and certain is not None
-            makers = [self.makers.get(value) for value in equation.ins]
+            makers = [self.made_by.get(value) for value in equation.ins]
             are_slices = all(made is not None and made.name == "slice" for made in makers)
             if not is_reduced and equation.name == "concatenate" and are_slices and BY_PLACE in known:  # a roll
                 self.of.update(dict.fromkeys(equation.outs, Order(equation)))
@@ -133,7 +133,7 @@ class Orders:
             return known if cases is None else [constants.choose(cases, list(map(self.coupled.get, equation.ins[1:])))]
         if equation.name in _PRODUCTS:
             masks = [place for place, value in enumerate(equation.ins) if value in self.neutral]
-            entries = [constants.entries_apart(equation, place, self.makers) for place in masks]
+            entries = [constants.entries_apart(equation, place, self.made_by) for place in masks]
             return known if all(each is None or any(each) for each in entries) else [None]
         return known
 
@@ -142,13 +142,13 @@ class Orders:
         test = equation.ins[0]
         if test in self.other_groups:
             return [self.other_groups[test]]
-        return constants.entries_apart(equation, 0, self.makers) if test in self.neutral else None
+        return constants.entries_apart(equation, 0, self.made_by) if test in self.neutral else None
 
     # Indices
 
     def index(self, value: Value) -> Value:
         """The index that an operation takes, before it was cast, reshaped and made positive."""
-        while (made := self.makers.get(value)) is not None:
+        while (made := self.made_by.get(value)) is not None:
             if made.name in _SAME and len(made.ins) == 1:
                 value = made.ins[0]
             elif self._is_made_positive(made) or (made.name == "max" and self.is_number(made.ins[0], 0)):
@@ -159,7 +159,7 @@ class Orders:
 
     def _is_made_positive(self, made: Equation) -> bool:
         """Whether an equation adds the length to an index if it is negative."""
-        test = self.makers.get(made.ins[0]) if made.name == "select_n" and len(made.ins) == 3 else None
+        test = self.made_by.get(made.ins[0]) if made.name == "select_n" and len(made.ins) == 3 else None
         return test is not None and test.name == "lt" and test.ins[0] is made.ins[1] and self.is_number(test.ins[1], 0)
 
     def is_number(self, value: Value, number: float) -> bool:
@@ -172,7 +172,7 @@ class Orders:
 
     def numbers_rows(self, value: Value) -> bool:
         """Whether a value says which row is where: their numbers, perhaps sorted, or how many have each key."""
-        made = self.makers.get(self.index(value))
+        made = self.made_by.get(self.index(value))
         if value in self.sizes:
             return True
         return self.sort_of(value) is not None or (made is not None and made.name == "iota")
@@ -220,7 +220,7 @@ def _joined(orders: Orders, equation: Equation) -> Order | None:
     along = equation.single.params["dimension"] == equation.outs[0].axis
     if not along or len(lengths) > 1 or any(value.axis != equation.outs[0].axis for value in equation.ins):
         return None
-    made = [orders.makers.get(value) for value in equation.ins]
+    made = [orders.made_by.get(value) for value in equation.ins]
     slices = {(each.ins[0], each.single.params["start_indices"]) for each in made if each and each.name == "slice"}
     if len(slices) == len(made) and len({operand for operand, _ in slices}) == 1:
         return Order(equation)  # all rows of one array, in another order: a roll
@@ -268,16 +268,16 @@ def _ragged(orders: Orders, equation: Equation) -> Order | None:
 
 def _counts(orders: Orders, sizes: Value, key: Value) -> bool:
     """Whether a value counts how often a key is 0, 1, ...: by adding ones at the keys, or by comparing them."""
-    key, made = orders.index(key), orders.makers.get(orders.index(sizes))
+    key, made = orders.index(key), orders.made_by.get(orders.index(sizes))
     if made is None:
         return False
     if made.name == "scatter-add":
         zeros, at, ones = made.ins
         return orders.index(at) is key and orders.is_number(zeros, 0) and orders.is_number(ones, 1)
-    compared = orders.makers.get(orders.index(made.ins[0])) if made.name == "reduce_sum" else None
+    compared = orders.made_by.get(orders.index(made.ins[0])) if made.name == "reduce_sum" else None
     if compared is None or compared.name != "eq":
         return False
-    others = [orders.makers.get(orders.index(value)) for value in compared.ins if orders.index(value) is not key]
+    others = [orders.made_by.get(orders.index(value)) for value in compared.ins if orders.index(value) is not key]
     return len(others) == 1 and others[0] is not None and others[0].name == "iota"
 
 

@@ -56,7 +56,7 @@ class Reading:
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
-        self.same: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
+        self.repeats: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
         self.known: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
@@ -71,6 +71,9 @@ class Reading:
 
     def number(self, value: Value) -> Constant | Number | None:
         return value if isinstance(value, Constant | Number) else self.numbers.get(value)
+
+    def original(self, value: Value) -> Value:
+        return self.repeats.get(value, value)
 
     # Numbers
 
@@ -101,7 +104,7 @@ class Reading:
 
     def literal(self, value: Value) -> float | None:
         """The number that a value is, whatever the number of rows; None if it is none."""
-        number = self.number(self.same.get(value, value))
+        number = self.number(self.original(value))
         if number is None or np.size(number.array) != 1 or not constants.is_known(number.array):
             return None
         return np.asarray(number.array).item() if self.form(value).is_plain else None
@@ -150,7 +153,7 @@ class Reading:
         if any(equation.view.has_rows or equation.view.makes_rows for equation in program.equations):
             return None
         for value, operand in zip(program.inputs, operands, strict=True):
-            self.same[value], self.forms[value] = self.same.get(operand, operand), self.form(operand)
+            self.repeats[value], self.forms[value] = self.original(operand), self.form(operand)
             self.inputs[value] = self.inputs.get(operand, frozenset())
             if operand in self.of_params:
                 self.of_params.add(value)
@@ -165,9 +168,9 @@ class Reading:
         first = self.first(equation)
         if first is not equation and equal(first.single.params, equation.single.params):
             pairs = zip(equation.outs, first.outs, strict=True)
-            self.same.update((value, self.same.get(other, other)) for value, other in pairs)
+            self.repeats.update((value, self.original(other)) for value, other in pairs)
         elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
-            self.same[equation.outs[0]] = self.same.get(equation.ins[0], equation.ins[0])
+            self.repeats[equation.outs[0]] = self.original(equation.ins[0])
             if guard := self.guard_of.get(equation.ins[0]):
                 self.guard_of[equation.outs[0]] = guard
 
@@ -178,12 +181,12 @@ class Reading:
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
             return str(value.aval), str(value.number), str(value.double)
-        return self.same.get(value, value)
+        return self.original(value)
 
     def _read_form(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
-        if mapped := mapped_in_blocks(equation, self.orders.makers):
+        if mapped := mapped_in_blocks(equation, self.orders.made_by):
             shared, rows = mapped
             if self.orders.keep(equation, rows):
                 return self._plain(equation, [self._spread(value, equation) for value in (*shared, *rows)])
@@ -271,7 +274,7 @@ class Reading:
         form = self.form(value)
         if value in self.of_params or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
-        value, (term,) = self.same.get(value, value), form.terms
+        value, (term,) = self.original(value), form.terms
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
 
     def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:

@@ -138,7 +138,7 @@ class Device:
         """The value, with this device's part of a cotangent that all devices have alike."""
         return _with_cotangent(self.part, value)
 
-    def same(self, tree: Tree) -> Tree:
+    def from_first(self, tree: Tree) -> Tree:
         """The values of the first device, with types that tell that they are the same on all devices."""
         return jax.tree.map(self._from_first, tree) if self.axes else tree
 

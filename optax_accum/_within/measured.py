@@ -26,28 +26,28 @@ def sum_of(value: Value, levels: Levels) -> Value | None:
 
     None if it takes no sum.
     """
-    made = {each: equation for equation in levels.program.equations for each in equation.outs}
+    made_by = {each: equation for equation in levels.program.equations for each in equation.outs}
     sums = sums_of(levels)
-    if not _takes(value, made, sums):
+    if not _takes(value, made_by, sums):
         return None
-    while value not in sums and made[value].name in _SAME_ENTRIES:
-        value = made[value].ins[0]
+    while value not in sums and made_by[value].name in _SAME_ENTRIES:
+        value = made_by[value].ins[0]
     return value
 
 
 _SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshape", "rev", "squeeze", "transpose"])
 
 
-def _takes(value: Value, made: dict[Value, Equation], sources: set[Value]) -> bool:
+def _takes(value: Value, made_by: dict[Value, Equation], sources: set[Value]) -> bool:
     """Whether a value is made of one of the sources."""
     todo, seen = [value], set()
     while todo:
         value = todo.pop()
         if value in sources:
             return True
-        if value in made and value not in seen:
+        if value in made_by and value not in seen:
             seen.add(value)
-            todo += made[value].ins
+            todo += made_by[value].ins
     return False
 
 

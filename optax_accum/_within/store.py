@@ -29,7 +29,7 @@ class Store:
     values: dict[Value, Any]
     slices: dict[Value, Any] = dataclasses.field(default_factory=dict)
     sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
-    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
+    widened: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
     asked: Mapping[Value, Result] = dataclasses.field(default_factory=dict)  # what becomes of some sums
     sampled: Sampled = NOTHING  # what is measured of them
     samples: Any = ()
@@ -58,12 +58,12 @@ class Store:
         return self.sums[value] if value in self.sums else self.device.part(self.whole(value))
 
     def shared(self, value: Value) -> Any:
-        """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
+        """A value that all micro-batches share, as the last loop widened it on: its gradients are one sum."""
         if shared.is_widened(self.values.get(value)):
             return self.values[value]
-        if value not in self.passed:
-            (self.passed[value],) = shared.widened([self.whole(value)], [same])
-        return self.passed[value]
+        if value not in self.widened:
+            (self.widened[value],) = shared.widened([self.whole(value)], [shared.identity])
+        return self.widened[value]
 
     def splittable(self, value: Value) -> Any:
         """The value for all rows, sharded so that Explicit axes let it be split."""
@@ -84,7 +84,3 @@ def axis_of(value: Value) -> int:
 def has_own_rows(value: Value) -> bool:
     """Whether each device has its own rows of a value; not where rows are along two axes."""
     return value.axis not in (None, COUPLED)
-
-
-def same(leaf: Any) -> Any:
-    return leaf
