@@ -43,7 +43,7 @@ class ByCount:
     """
 
     mean_and_factor: MeanAndFactor
-    weight: None = None  # nobody knows it beforehand
+    weight: None = None  # known only after the loss has run
 
     def scaled(self, loss: ratio.Ratio) -> jax.Array:
         return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)

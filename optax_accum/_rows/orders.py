@@ -4,7 +4,7 @@ Across calls rows must be separate. Tokens that are sorted by expert, multiplied
 added to the row before it is not, and no weight makes micro-batches of such a loss add up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class Order(NamedTuple):
 
 
 OWN = Order(None)  # the batch's
+SET = Order("set")  # the orders of the results are set already
 _REDUCES = ("reduce_", "arg", "cum", "dot_general", "sort", "top_k")
 _SAME = ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims", "device_put")
 _PRODUCTS = ("mul", "and", "dot_general")
@@ -40,13 +41,12 @@ _PRODUCTS = ("mul", "and", "dot_general")
 class Orders:
     """The orders of the rows of a program's values; equations are noted, and read, in order."""
 
-    def __init__(self, of_params: set[Value]):
-        self.of_params = of_params
+    def __init__(self, of_params: set[Value], rules: "Mapping[str, Rule]"):
+        self.of_params, self.rules = of_params, rules
         self.of: dict[Value, Order] = {}  # where it is not the batch's
         self.alike: set[Value] = set()  # rows that are all alike have every order
-        self.coupled: dict[
-            Value, str | None
-        ] = {}  # rows along several axes, or cut off: why a reduction is none of rows
+        # Rows along several axes, or cut off: why a reduction is none of rows.
+        self.coupled: dict[Value, str | None] = {}
         self.neutral: set[Value] = set()  # rows that no row of the batch decides, as a diagonal
         self.other_groups: dict[Value, int] = {}  # the case that a choice by this takes for rows of other groups
         self.made_by: dict[Value, Equation] = {}
@@ -65,12 +65,10 @@ class Orders:
         if any(value.axis == COUPLED for value in (*equation.ins, *equation.outs)):
             return self._read_coupled(equation)
         if kind is Kind.WHOLE:
-            rule = _RULES.get(equation.name)
+            rule = self.rules.get(equation.name)
             found = rule(self, equation) if rule else None
             if isinstance(found, Order):
-                self.of.update(
-                    (value, found) for value in equation.outs if value.axis is not None and found is not _SET
-                )
+                self.of.update((value, found) for value in equation.outs if value.axis is not None and found is not SET)
             is_separate = isinstance(found, Order) and all(value.axis is not None for value in equation.outs)
             return is_separate, found if isinstance(found, str) else None
         with_rows = [value for value in equation.ins if value.axis is not None]
@@ -178,126 +176,5 @@ class Orders:
         return self.sort_of(value) is not None or (made is not None and made.name == "iota")
 
 
-def _sort(orders: Orders, equation: Equation) -> Order | None:
-    if equation.ins[0].aval.ndim != 1:  # each column has an order of its own
-        return None
-    order = Order(equation)
-    for operand, result in zip(equation.ins, equation.outs, strict=True):
-        if orders.numbers_rows(operand) and orders.sort_of(operand) is None:
-            orders.permutations[result] = equation
-            key = orders.sort_of(equation.ins[0])
-            if key is not None and equation.single.params["num_keys"] == 1:
-                orders.undone[result] = key
-    return order
-
-
-def _gather(orders: Orders, equation: Equation) -> Order | str | None:
-    operand, index = equation.ins
-    order, numbers = orders.order(operand), equation.single.params["dimension_numbers"]
-    if operand.axis is None or tuple(numbers.start_index_map) != (operand.axis,):
-        return None
-    if index.axis is not None and index.aval.size != operand.aval.shape[operand.axis]:
-        return None
-    if orders.undone.get(orders.index(index)) is order.by is not None:
-        return OWN
-    sort = orders.sort_of(index)
-    if sort is not None and order == OWN:
-        return Order(sort)
-    is_at_places = order.by is not None and order.by.name == "sort" and index.axis is None
-    return BY_RANK if is_at_places else None
-
-
-def _scatter(orders: Orders, equation: Equation) -> Order | None:
-    operand, index, updates = equation.ins
-    sort, numbers = orders.sort_of(index), equation.single.params["dimension_numbers"]
-    along = tuple(numbers.scatter_dims_to_operand_dims) == (operand.axis,)
-    is_back = sort is not None and orders.order(updates) == Order(sort) and orders.order(operand) == OWN
-    return OWN if along and is_back else None
-
-
-def _joined(orders: Orders, equation: Equation) -> Order | None:
-    lengths = {value.aval.shape[equation.outs[0].axis or 0] for value in equation.ins}
-    along = equation.single.params["dimension"] == equation.outs[0].axis
-    if not along or len(lengths) > 1 or any(value.axis != equation.outs[0].axis for value in equation.ins):
-        return None
-    made = [orders.made_by.get(value) for value in equation.ins]
-    slices = {(each.ins[0], each.single.params["start_indices"]) for each in made if each and each.name == "slice"}
-    if len(slices) == len(made) and len({operand for operand, _ in slices}) == 1:
-        return Order(equation)  # all rows of one array, in another order: a roll
-    parts = tuple(map(orders.order, equation.ins))
-    return None if any(part.why_not for part in parts) else Order("joined", parts=parts)
-
-
-def _sliced(orders: Orders, equation: Equation) -> Order | str | None:
-    (operand, *_), axis, params = equation.ins, equation.outs[0].axis, equation.single.params
-    if axis is None or axis != operand.axis or equation.name != "slice":
-        is_sorted = getattr(orders.order(operand).by, "name", "") == "sort"
-        return BY_RANK if is_sorted and operand.axis is not None else None
-    begin, length = params["start_indices"][axis], equation.outs[0].aval.shape[axis]
-    return _part(orders, equation, operand, begin, length)
-
-
-def _part(orders: Orders, equation: Equation, operand: Value, begin: int, length: int) -> Order:
-    """Some consecutive rows: one of the values that were joined, or rows by their rank or their place."""
-    order = orders.order(operand)
-    count = len(order.parts)
-    if count and length * count == operand.aval.shape[operand.axis or 0] and begin % length == 0:
-        return order.parts[begin // length]
-    return Order(("rows", order, begin, length), BY_PLACE if order == OWN else BY_RANK)
-
-
-def _split(orders: Orders, equation: Equation) -> Order | None:
-    operand, sizes = equation.ins[0], equation.single.params["sizes"]
-    if operand.axis != equation.single.params["axis"]:
-        return None
-    for number, (result, size) in enumerate(zip(equation.outs, sizes, strict=True)):
-        orders.of[result] = _part(orders, equation, operand, number * size, size)
-    return None if len(set(sizes)) > 1 else _SET
-
-
-def _ragged(orders: Orders, equation: Equation) -> Order | None:
-    """Rows that are sorted by a key, and multiplied by the matrix of their key: its sizes count the keys."""
-    rows, _, sizes = equation.ins
-    order = orders.order(rows)
-    key = order.by.ins[0] if order.by is not None and getattr(order.by, "name", "") == "sort" else None
-    if key is None or not _counts(orders, sizes, key):
-        return None
-    orders.sizes.add(sizes)
-    return order
-
-
-def _counts(orders: Orders, sizes: Value, key: Value) -> bool:
-    """Whether a value counts how often a key is 0, 1, ...: by adding ones at the keys, or by comparing them."""
-    key, made = orders.index(key), orders.made_by.get(orders.index(sizes))
-    if made is None:
-        return False
-    if made.name == "scatter-add":
-        zeros, at, ones = made.ins
-        return orders.index(at) is key and orders.is_number(zeros, 0) and orders.is_number(ones, 1)
-    compared = orders.made_by.get(orders.index(made.ins[0])) if made.name == "reduce_sum" else None
-    if compared is None or compared.name != "eq":
-        return False
-    others = [orders.made_by.get(orders.index(value)) for value in compared.ins if orders.index(value) is not key]
-    return len(others) == 1 and others[0] is not None and others[0].name == "iota"
-
-
-_SET = Order("set")  # the orders of the results are set already
-_Rule = Callable[[Orders, Equation], Order | str | None]
-_RULES: dict[str, _Rule] = {
-    "sort": _sort,
-    "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "concatenate": _joined,
-    "slice": _sliced,
-    "dynamic_slice": _sliced,
-    "split": _split,
-    "rev": lambda orders, equation: Order(equation),
-    "top_k": lambda orders, equation: BY_RANK,
-    "ragged_dot_general": _ragged,
-    "ragged_dot": _ragged,
-    **dict.fromkeys(
-        ("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"),
-        lambda orders, equation: Order(equation, ADDED) if equation.outs[0] in orders.of_params else None,
-    ),
-}
+# What an operation does to the order of rows: the order of its results, or why rows are certainly not separate there.
+Rule = Callable[[Orders, Equation], Order | str | None]

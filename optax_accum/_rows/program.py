@@ -40,7 +40,7 @@ class Number(Value):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """An equation, for n rows (`single`) and for 2 n (`double`); `caller` is the call, or the loop, that holds it."""
+    """An equation, for n rows (`single`) and for 2 n (`double`); `caller`: the jit or scan around it."""
 
     single: Any
     double: Any

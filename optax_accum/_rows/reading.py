@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from optax_accum._core.compilers import varying_axes
-from optax_accum._rows import constants
+from optax_accum._rows import constants, reordering
 from optax_accum._rows.blocks import mapped_in_blocks
 from optax_accum._rows.forms import (
     ROWS,
-    TAKES,
     ZERO,
     Extreme,
     Form,
@@ -25,9 +24,13 @@ from optax_accum._rows.forms import (
     Test,
     added,
     extremes_of,
+    failed,
+    multiplied,
     name_of,
     product,
+    scattered,
     summed,
+    taken_by_rows,
 )
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
@@ -51,7 +54,7 @@ class Reading:
             levels.program.rows,
             rule_of,
         )
-        self.orders = Orders(levels.of_params)
+        self.orders = Orders(levels.of_params, reordering.RULES)
         self.pairs = Pairs(self.orders, self.form)
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
@@ -198,7 +201,7 @@ class Reading:
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
             together = inside_layers(equation, self.levels).coupling
             reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
-            return _because(list(map(self.form, equation.ins)), *reasons)
+            return failed(list(map(self.form, equation.ins)), *reasons)
         if kind is Kind.WHOLE and not is_separate:
             return self._failed(equation, f"{equation.name} of all rows at once")
         if self._is_extreme(equation):
@@ -226,7 +229,7 @@ class Reading:
 
     def _failed(self, equation: Equation, text: str, *, is_certain: bool = False) -> Form:
         """A result that does not add up; reading goes on, to find other reasons."""
-        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
+        return failed(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
 
     def _read_pairs(self, equation: Equation) -> Form:
         """The form of a sum of parts; until it is reduced over all rows, only what is linear takes parts by parts."""
@@ -238,11 +241,11 @@ class Reading:
         if result.axis is None or not form.sums:
             del self.pairs.parts[result]
             return form
-        return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
+        return failed([form], *(taken_by_rows(term, source) for term in form.sums for source in term.sources))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
         """A result of which only this is known: separate rows stay separate."""
-        return _because(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
+        return failed(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
 
     def _why(self, equation: Equation, form: Form) -> Reason:
         """The reason why an operation on a value that is not plain does not add up."""
@@ -252,7 +255,7 @@ class Reading:
             return Reason(f"{equation.name} of {by}", by.by.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
             (term,) = self.form(by.value).sums
-            return _taken(term, term.sources[0])
+            return taken_by_rows(term, term.sources[0])
         return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
 
     def _spread(self, value: Value, equation: Equation) -> Form:
@@ -263,10 +266,10 @@ class Reading:
         scalar = self.scalar(value)
         if scalar is not None:
             return Form((Term(scalar, guards=self.guards_of(value)),), form.reasons)
-        return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
+        return failed([form], *(taken_by_rows(term, source) for term in form.sums for source in term.sources))
 
     def guards_of(self, value: Value) -> frozenset[Equation | None]:
-        """The operation that keeps a factor or divisor from zero, in a set; None in it if there is none."""
+        """{the operation that keeps a factor or divisor from zero}, or {None} if nothing does."""
         return frozenset([self.guard_of.get(value)])
 
     def scalar(self, value: Value) -> Powers | None:
@@ -281,9 +284,9 @@ class Reading:
         if equation.name == "reduce_sum":
             return summed(forms[0], equation)
         if equation.name == "dot_general":
-            return summed(_multiplied(forms), equation)
+            return summed(multiplied(forms), equation)
         if equation.name.startswith("scatter"):
-            return added([self.form(equation.ins[0]), summed(_plainly(forms[2], forms[1], equation), equation)])
+            return added([self.form(equation.ins[0]), summed(scattered(forms[2], forms[1], equation), equation)])
         return self._failed(equation, f"{equation.name} of all rows")
 
 
@@ -291,31 +294,5 @@ _HERE: Any = None  # in place of the line of a literal: the line of the equation
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
 
 
-def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
-    """A result that does not add up: one reason of each kind for each line."""
-    known = [reason for form in forms for reason in form.reasons]
-    kinds = {reason[1:] for reason in known}
-    return Form().because(*known, *(reason for reason in reasons if reason[1:] not in kinds))
-
-
-def _taken(term: Term, source: Equation) -> Reason:
-    return Reason(f"{TAKES} {name_of(term)}", source.place, is_certain=True)
-
-
 def _draws(equation: Equation) -> bool:
     return equation.name.startswith(("random_", "threefry"))
-
-
-def _multiplied(forms: Sequence[Form]) -> Form:
-    """The form of a product of separate rows."""
-    left, right = forms
-    terms = tuple(
-        Term(product(a.powers, b.powers), guards=a.guards | b.guards) for a in left.terms for b in right.terms
-    )
-    return added([Form(terms).because(*left.reasons, *right.reasons)])
-
-
-def _plainly(form: Form, by: Form, equation: Equation) -> Form:
-    """The form of an operation that is linear in one operand; `by` must have no powers."""
-    reasons = () if by.is_plain else (Reason(f"{equation.name} at places that a count decides", equation.place),)
-    return form.because(*by.reasons, *reasons)

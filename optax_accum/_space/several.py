@@ -64,7 +64,7 @@ class Several(Space):
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not dtypes.is_float0(leaf)]
-        # A device keeps a shard of a sum of others, too.
+        # A device's shard of a sum contains other devices' gradients: its own weight of 0 does not excuse a NaN.
         counts = True if isinstance(tree, Reduced) else weight != 0
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & counts
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device

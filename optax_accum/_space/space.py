@@ -52,8 +52,8 @@ class Space:
     def reduced(self, acc: Tree | Reduced) -> tuple[Tree, dict[str, Tree]]:
         """`(total, left)`: the sum over devices, placed as `Devices(to=)` asks.
 
-        A window's one reduction. `left` is the field of the state in which the accumulator lies, if the sum was written
-        into it; else it is empty.
+        A window's one reduction. `left` is {"acc_grads": buffer} if the sum was written into the accumulator's memory,
+        else {}.
         """
         return (self._joined(acc.sums), {}) if isinstance(acc, Reduced) else self._reduced(acc)
 

@@ -30,8 +30,8 @@ class Alive(NamedTuple):
       local: micro-batches that run on this device.
       anywhere: micro-batches that run on any device. All devices run them, at least for the carry, which must
         stay the same on all.
-      all_devices_run: whether all devices run in full a micro-batch that any device runs: one that is not alive here
-        is left out of the sums.
+      all_devices_run: whether a collective may force every device to run every micro-batch; one that is not alive
+        here is left out of the sums.
     """
 
     local: Flags
