@@ -18,6 +18,7 @@ from optax_accum._rows.leveling import levels_of
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.places import place_of_error
+from optax_accum._rows.program import Program
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
@@ -77,24 +78,34 @@ def trace_call(
       ValueError: a group of rows is on two devices.
     """
     device = device or Device()
-    devices = device.count
     rows_here = count_known_rows(call[call.batch])
-    rows = devices * rows_here
-    run, arrays = _flattened(fun, call)
-    arguments = call.arguments.items()
-    owner = [name for name, arg in arguments for leaf in jax.tree.leaves(arg) if is_array(leaf)]
-
-    in_batch = [name in call.batch for name in owner]
+    rows = device.count * rows_here
+    names = tuple(call.arguments)
+    arrays, filled = parted(call[names], is_array)
+    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
+    owner = [name for name, arg in call.arguments.items() for leaf in jax.tree.leaves(arg) if is_array(leaf)]
+    are_rows = [name in call.batch for name in owner]
 
     def types(rows: int) -> list[Any]:
         """With the axes of `jax.shard_map` along which each varies, but for the devices': here are the rows of all."""
-        sizes = [
-            type_of(leaf, rows / rows_here if has_rows else 1) for leaf, has_rows in zip(arrays, in_batch, strict=True)
-        ]
-        return [
-            evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)
-        ]
+        times = [rows / rows_here if has_rows else 1 for has_rows in are_rows]
+        pairs = zip(map(type_of, arrays, times), arrays, strict=True)
+        return [evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in pairs]
 
+    single, program = _paired(lambda arrays: fun(with_arrays(arrays)), types, rows, call)
+    program = dealt_out(program, device.count)
+    levels = levels_of(program, [name in params for name in owner], own=outputs and outputs(single.shapes), **options)
+    count = program.units // device.count
+    microbatches = min(number_of_microbatches(sizes, list(call[call.batch]), device.count), count)
+    arrays = device.vary(arrays)
+    units = Units(count, microbatches, rows_here // count, device.count, device.index)
+    return TracedCall(single, levels, units, device, with_arrays(arrays), arrays)
+
+
+def _paired(
+    run: Callable[[list[Any]], Any], types: Callable[[int], list[Any]], rows: int, call: Call
+) -> tuple[Traced, Program]:
+    """A function of arrays, traced for n rows; and its program of rows, from that trace and one for twice as many."""
     try:
         single = trace(run, types(rows))
     except tracing.NEEDS_VALUES as error:
@@ -117,16 +128,7 @@ def trace_call(
     for equation in program.equations:
         if compilers.makes_reference(equation.single):
             raise UndividedError(f"The loss has a mutable array of its own, at {equation.place}.")
-    program = dealt_out(program, devices)
-    units = program.units // devices
-    microbatches = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in params for name in owner], own=outputs and outputs(single.shapes), **options)
-    names = tuple(call.arguments)
-    _, filled = parted(call[names], is_array)
-    arrays = device.vary(arrays)
-    call = call.with_values(names, filled(arrays))
-    units = Units(units, microbatches, rows_here // units, devices, device.index)
-    return TracedCall(single, levels, units, device, call, arrays)
+    return single, program
 
 
 def on_device(call: Call) -> Call:
@@ -136,13 +138,6 @@ def on_device(call: Call) -> Call:
 
 def warn_undivided(error: UndividedError) -> None:
     messages.warn(f"{error} {_AT_ONCE}")
-
-
-def _flattened(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
-    """The call as a function of its arrays, and the arrays."""
-    names = tuple(call.arguments)
-    arrays, filled = parted(call[names], is_array)
-    return lambda arrays: fun(call.with_values(names, filled(arrays))), arrays
 
 
 def type_of(leaf: Any, times: float = 1) -> Any:
