@@ -32,7 +32,7 @@ class Sum:
 
     def __init__(self, total: Any, square: Any = None, scale: Any = None, finish: Finish | None = None):
         self.total, self.square, self.scale, self.finish = total, square, scale, finish
-        self.has_ended = False
+        self.has_ended = False  # where a loop over layers has finished each slice, its caller must not finish the sum
 
     def add(self, part: Any) -> None:
         part = jnp.asarray(part)

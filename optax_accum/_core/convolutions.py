@@ -78,7 +78,11 @@ class Rewriting:
 
 
 def _with_rule(equation: Any) -> Any:
-    """A call of a function with a rule, traced, as one equation."""
+    """A call of a function with a rule, traced, as one equation.
+
+    The equation of the new rule cannot be made of the old one: its parameters are functions of JAX's own. Inside a jit
+    its trace is one equation, whatever else the rule needs, and that can take the old one's place.
+    """
     called = rules.rewritten(equation, _rewritten)
     traced = jax.make_jaxpr(jax.jit(called))(*(atom.aval for atom in equation.invars))
     (call,) = traced.jaxpr.eqns

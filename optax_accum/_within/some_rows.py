@@ -1,7 +1,7 @@
 """Equations of a program of rows, evaluated for the rows of one micro-batch; what adds over rows gives its part."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,27 +13,26 @@ from optax_accum._rows.division import ADDS
 from optax_accum._rows.levels import Bodies, Body, Kind, Levels
 from optax_accum._rows.places import explained
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.registry import known
+from optax_accum._rows.registry import Reduction, known
 from optax_accum._rows.units import Units
-from optax_accum._within import partial
 from optax_accum._within.store import axis_of
 
 
 def evaluate_some(
-    equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], indices: jax.Array
+    equations: Sequence[Equation], levels: Levels | Body, units: Units, env: dict[Value, Any], indices: jax.Array
 ) -> None:
     """Evaluates equations for the rows of these units: adds their results to `env`."""
     for equation in equations:
         with explained(equation):
             values = [read(env, value) for value in equation.ins]
-            if equation in known.bodies:
-                results = _inside(equation)(equation, known.bodies[equation], units, values, indices)
-            elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
-                results = [partial.part_of(equation, units, values, indices)]
-            elif known.kinds[equation] is Kind.PARTIAL:
-                if equation.name in ADDS and isinstance(known, Levels):
+            if equation in levels.bodies:
+                results = _evaluate_inside(equation, levels.bodies[equation], units, values, indices)
+            elif levels.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
+                results = [part_of(equation, units, values, indices)]
+            elif levels.kinds[equation] is Kind.PARTIAL:
+                if equation.name in ADDS and isinstance(levels, Levels):
                     pairs = zip(values, equation.ins, strict=True)
-                    values = [leaf if value in known.folds else units.share(indices, leaf) for leaf, value in pairs]
+                    values = [leaf if value in levels.folds else units.share(indices, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
                 results = evaluate_rows(equation, units, values, indices)
@@ -77,20 +76,18 @@ def evaluate_rows(equation: Equation, units: Units, values: list[Any], indices: 
     return resized.evaluate(equation.single, equation.double, some, values)
 
 
-def _inside(equation: Equation) -> Callable[..., Sequence[Any]]:
-    """How an equation is evaluated whose programs inside make rows and parts of sums."""
-    if equation.name == "cond":
-        return _evaluate_branches
-    return (
-        _evaluate_layers
-        if equation.single.params["length"] == equation.double.params["length"]
-        else _evaluate_row_by_row
-    )
-
-
-def _evaluate_row_by_row(
+def _evaluate_inside(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
+    """Evaluates an equation whose programs inside make rows and parts of sums."""
+    if equation.name == "cond":
+        return _evaluate_branches(equation, bodies, units, values, indices)
+    if equation.single.params["length"] == equation.double.params["length"]:
+        return _evaluate_layers(equation, bodies, units, values, indices)
+    return _evaluate_row_by_row(equation, units, values, indices)
+
+
+def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
     params = equation.single.params
     consts, carried = compilers.sizes_of_scan(equation.single)
@@ -163,3 +160,29 @@ def followed(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
 
 def _is_complex(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+# Sums over rows
+
+
+def reduction_of(equation: Equation) -> Reduction:
+    return known(equation.name).partial
+
+
+def part_of(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> jax.Array:
+    """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
+    reduction = reduction_of(equation)
+
+    def filled(value: Any, axis: int | None) -> Any:
+        if axis is None or not units.fills:
+            return value
+        real = units.are_real(indices, value.shape[axis])
+        real = jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(real, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
+
+    pairs = zip(values, (value.axis for value in equation.ins), strict=True)
+    return reduction.part(equation.single, [filled(*pair) for pair in pairs], _wide, reduction.fold.along)
+
+
+def _wide(dtype: Any) -> Any:
+    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype

@@ -58,7 +58,10 @@ class Store:
         return self.sums[value] if value in self.sums else self.device.part(self.whole(value))
 
     def shared(self, value: Value) -> Any:
-        """A value that all micro-batches share, as the last loop widened it on: its gradients are one sum."""
+        """A value that all micro-batches share, widened once for all loops.
+
+        Widened by each loop, a bfloat16 parameter would have a float32 gradient of each, in a buffer of its own.
+        """
         if shared.is_widened(self.values.get(value)):
             return self.values[value]
         if value not in self.widened:

@@ -5,7 +5,7 @@ The program that computes the gradient runs level by level (`by_level`), micro-b
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from optax_accum._rows.levels import Kind
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
+from optax_accum._space.ending import Ending
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
@@ -128,7 +129,13 @@ def _traced(rules: CallRules, call: Call, device: Device, fun: Callable[..., Any
 
 
 def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tree, list[Any]]:
-    """What `fun` returns, and the gradient by the inexact parameters."""
+    """What `fun` returns, and the gradient by the inexact parameters: the program that is traced.
+
+    If the loss alone were traced, each loop would have to be differentiated, and somebody would have to say where the
+    cotangents of its sums come from, in what order, and whether a rule of the user's may see a part of one. Here JAX
+    has said it: a cotangent is a value like any other, 1 / sum(mask) of a masked mean, and a parameter's gradient is
+    a sum over rows, added in the loop in which it arises.
+    """
     inexact, filled = parted(call[call.params], is_inexact)
 
     def loss(inexact: list[Any]) -> tuple[jax.Array, Tree]:
@@ -155,36 +162,44 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
             continue
         before = asked.get(value)
         asked[value] = Result(SUM, jnp.promote_types(before.dtype, kind) if before else kind)
-    sampled, ending = NOTHING, None
+    sampled = NOTHING
     if rules.meter.measures:
         asked, sampled = measured(rules.meter, program, gradient, asked)
-    empty = dtypes.gradients_like(
-        params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
-    )
-    taken = {value for equation in program.levels.program.equations for value in equation.ins}
-    hidden = sums.intersection(gradient) - taken  # the last iteration of a loop finishes them
-    of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
-    missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
-    if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
-        missing = _TWINS  # one sum is finished once, for one shard
-    ending = device.ending(empty, missing)
-    ends: dict[Value, Finish] = {}
-    if ending is not None:
-        finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
-        ends = dict(zip(gradient, finish, strict=True))
-        asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
+    ending, ends, hidden = _ending(device, program, gradient, kinds)
+    asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
     parts = [store.part(value).astype(kind) for value, kind in zip(gradient, kinds, strict=True)]
-    if ending is not None:
-        pairs = zip(parts, gradient, strict=True)
-        parts = [part if value in hidden else ends[value](part) for part, value in pairs]
+    pairs = zip(parts, gradient, strict=True)
+    parts = [ends[value](part) if value in ends and value not in hidden else part for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
     local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
     if not device.one_batch:
         grads = device.vary(grads)
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
+
+
+def _ending(
+    device: Device, program: TracedCall, gradient: Sequence[Value], kinds: Sequence[Any]
+) -> tuple[Ending | None, dict[Value, Finish], set[Value]]:
+    """How the last micro-batch adds the gradient over the devices: what finishes each sum, and which a loop finishes.
+
+    A loop can finish a sum that nothing takes afterwards, while its products go on; others are finished after it.
+    """
+    params = program.call[program.call.params]
+    zeros = [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
+    taken = {value for equation in program.levels.program.equations for value in equation.ins}
+    hidden = sums_of(program.levels).intersection(gradient) - taken
+    of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
+    missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
+    if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
+        missing = _TWINS  # one sum is finished once, for one shard
+    ending = device.ending(dtypes.gradients_like(params, zeros), missing)
+    if ending is None:
+        return None, {}, set()
+    finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
+    return ending, dict(zip(gradient, finish, strict=True)), hidden
 
 
 def _dtype_of_sum(param: Any, named: Any) -> jnp.dtype:
