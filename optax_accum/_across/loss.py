@@ -16,7 +16,7 @@ from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
 from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
@@ -55,7 +55,7 @@ class Loss:
     weight_fn: Callable[..., Any] | None
     divisor: Divisor
     meter: Meter
-    reads: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
+    weight_from_loss: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
     holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
     def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, flush: Flag | None) -> Done:
@@ -84,7 +84,7 @@ class Loss:
         fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
         fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
-        def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
+        def returned(loss: jax.Array, parts: LossParts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
             return loss, value, weighing.counted(parts.loss)
 
@@ -170,9 +170,10 @@ class Loss:
 
     def _read(self, device: Device, call: Call, *, is_weighed: bool) -> ByWeight | None:
         """How the loss says that the micro-batch counts; raises where micro-batches do not add up."""
-        if self.reads is None or not call.batch or not (self.holds or device.count > 1):
+        if self.weight_from_loss is None or not call.batch or not (self.holds or device.count > 1):
             return None
-        return self.reads(call, takes_a_sum=not self.divisor.is_mean, is_weighed=is_weighed, axes=device.axes)
+        takes_a_sum = not self.divisor.is_mean
+        return self.weight_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed, axes=device.axes)
 
     def _by_weight(self, call: Call, read: ByWeight | None) -> ByWeight:
         """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""

@@ -25,7 +25,7 @@ class Policy(NamedTuple):
       screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
       waits: whether a micro-batch that is left out is no micro-step: the window waits for another.
       accepts: `(space, total, weight) -> flag`: whether a window whose weight can divide its sum may emit it.
-      reads: whether `accepts` reads the sum, so that only a window that closes asks.
+      needs_sum: whether `accepts` reads the sum, so that only a window that closes asks.
       rejects: `(gradient, state, params) -> (discard, info)`: whether a window makes no update, by the gradient that
         the inner optimizer would get; None if nothing asks.
       unseen: whether a backward pass may add to the sum before anyone has looked.
@@ -36,7 +36,7 @@ class Policy(NamedTuple):
     screen: Callable[[Space, Tree, Weight, AccumulationState, Tree], tuple[Flag, Tree]]
     waits: bool = False
     accepts: Callable[[Space, Tree, Weight], Flag] = lambda space, total, weight: True
-    reads: bool = False
+    needs_sum: bool = False
     rejects: Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]] | None = None
     unseen: bool = False
     blank: Callable[[Tree], Tree] = lambda params: ()
@@ -126,7 +126,7 @@ TABLE = {
     "propagate": Policy(_join_all, unseen=True, text='"propagate"'),
     "skip": Policy(_leave_out, waits=True, text='"skip"'),
     "omit": Policy(_leave_out, text='"omit"'),
-    "discard": Policy(_join_all, accepts=_finite, reads=True, unseen=True, text='"discard"'),
+    "discard": Policy(_join_all, accepts=_finite, needs_sum=True, unseen=True, text='"discard"'),
 }
 
 

@@ -99,7 +99,7 @@ def micro_step(
     def alike(new: Any) -> Any:
         return inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
 
-    costly = rules.policy.reads or space.communicates
+    costly = rules.policy.needs_sum or space.communicates
     (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
     return result, on_host.spent(outcomes.state_after(window.with_left(fields), closes, closing, fields), given)
 

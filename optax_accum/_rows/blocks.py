@@ -17,7 +17,7 @@ from optax_accum._core import compilers
 from optax_accum._rows import locality
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.traces import Rows, View, axis_of, sort_of, view_of
+from optax_accum._rows.traces import Rows, View, axis_of, pair_key, view_of
 
 MadeBy = Mapping[Any, Equation]
 Pair = tuple[Any, Any]
@@ -62,7 +62,7 @@ def _maker(name: str, value: Value, made_by: MadeBy) -> Equation | None:
 def _is_map(loop: Equation) -> bool:
     _, carried = compilers.sizes_of_scan(loop.single)
     programs = (loop.single.params["jaxpr"], loop.double.params["jaxpr"])
-    return not carried and not loop.single.params["reverse"] and locality.are_free(*programs, loop.rows)
+    return not carried and not loop.single.params["reverse"] and locality.are_rowless(*programs, loop.rows)
 
 
 def _is_merged(apart: Value, merged: Value) -> bool:
@@ -109,7 +109,7 @@ def _are_one_function(
             mine, other = ours.get(a), others.get(b)
             if mine is None or other is None or mine.differs or other.differs:
                 return False
-            if mine.outs.index(a) != other.outs.index(b) or sort_of(mine.single) != sort_of(other.single):
+            if mine.outs.index(a) != other.outs.index(b) or pair_key(mine.single) != pair_key(other.single):
                 return False
             if not _is_same_step(view_of(mine.single, other.single, sizes, asks_rules)):
                 return False
@@ -138,12 +138,10 @@ def _are_same(single: Any, double: Any, sizes: Rows, asks_rules: bool) -> bool:
         return False
     given = zip((*of_single.constvars, *of_single.invars), (*of_double.constvars, *of_double.invars), strict=True)
     pairs = zip(of_single.outvars, of_double.outvars, strict=True)
-    return _are_one_function(
-        pairs, given, _makers_in(of_single, sizes), _makers_in(of_double, sizes), sizes, asks_rules
-    )
+    return _are_one_function(pairs, given, _makers(of_single, sizes), _makers(of_double, sizes), sizes, asks_rules)
 
 
-def _makers_in(program: Any, sizes: Rows) -> MadeBy:
+def _makers(program: Any, sizes: Rows) -> MadeBy:
     made = [Equation(each, each, each.invars, each.outvars, sizes) for each in program.eqns]
     return {var: equation for equation in made for var in equation.outs}
 

@@ -22,9 +22,8 @@ def derivative_of(
     single: Any, double: Any, derivative: Callable[..., Any], perturbed: Perturbed = None, takes: Perturbed = None
 ) -> tuple[Any, Any]:
     """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
-    return traced_derivative(single, derivative, perturbed, takes), traced_derivative(
-        double, derivative, perturbed, takes
-    )
+    trace = functools.partial(traced_derivative, derivative=derivative, perturbed=perturbed, takes=takes)
+    return trace(single), trace(double)
 
 
 def traced_derivative(

@@ -69,7 +69,7 @@ class Division:
         self.bodies: dict[Equation, Bodies] = {}
         self.zeros = layers.Zeros()
         for equation in self.equations:
-            self._read(equation)
+            self._classify(equation)
             self.zeros.read(equation)
 
     def _alone(self) -> set[Equation]:
@@ -94,7 +94,7 @@ class Division:
                 taken.update(every.difference(follows))
         return alone
 
-    def _read(self, equation: Equation) -> None:
+    def _classify(self, equation: Equation) -> None:
         if all(value in self.rowless or isinstance(value, Constant | Number) for value in equation.ins):
             self.rowless.update(equation.outs)
         perturbed = perturbation.results_of(equation.single, [value in self.differentiable for value in equation.ins])
@@ -156,7 +156,7 @@ class Division:
             return Kind.LOCAL if is_made_again and not equation.differs else Kind.MADE
         if self._is_narrow(equation) or self._is_layout(equation) or self._is_of_counters(equation):
             return Kind.LOCAL
-        return Kind.FREE
+        return Kind.NO_ROWS
 
     def _joins(self, equation: Equation) -> bool:
         """Whether an equation that follows sums linearly is done to their parts: a transpose, or a sum of two."""

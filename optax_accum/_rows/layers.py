@@ -83,7 +83,7 @@ def _read_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
         return None
     if any(value.axis != 0 for value in (*equation.ins[consts + carried :], *equation.outs[carried:])):
         return None
-    if not locality.are_free(single.params["jaxpr"], double.params["jaxpr"], equation.rows, asks_rules=False):
+    if not locality.are_rowless(single.params["jaxpr"], double.params["jaxpr"], equation.rows, asks_rules=False):
         return None
     program = paired(single.params["jaxpr"], double.params["jaxpr"], equation.rows, equation)
     sums = (equation.ins[consts + place] in zeros and _only_adds(program, consts, place) for place in range(carried))

@@ -63,7 +63,7 @@ def is_over_layers(equation: Equation, levels: Levels) -> bool:
     return is_scan and not levels.of_params.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
 
 
-def inside_layers(equation: Equation, levels: Levels) -> Levels:
+def body_levels(equation: Equation, levels: Levels) -> Levels:
     consts, carried = compilers.sizes_of_scan(equation.single)
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_param = [value in levels.of_params for value in equation.ins]
@@ -89,15 +89,15 @@ class _Staging:
 
     def stages(self) -> list[Stage]:
         there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
-        once, stages = self._once(0, there), []
+        before, stages = self._before_loop(0, there), []
         for now in range(max(self.division.ready_at.values(), default=0) + 1):
             if loop := self._loop(now, there):
                 there.update(loop.rows, loop.sums)
-                stages.append(Stage(once, loop))
-                once = []
-            once += self._once(now + 1, there)
+                stages.append(Stage(before, loop))
+                before = []
+            before += self._before_loop(now + 1, there)
         left = self._closure(self.program.outputs, there)
-        return self._with_ends([*stages, Stage([*once, *self._in_order(left)])])
+        return self._with_ends([*stages, Stage([*before, *self._in_order(left)])])
 
     def _with_ends(self, stages: list[Stage]) -> list[Stage]:
         """Tells each loop which of the rows that loops have kept nothing takes after it."""
@@ -113,7 +113,7 @@ class _Staging:
             found.append(stage)
         return found[::-1]
 
-    def _once(self, index: int, there: set[Value]) -> list[Equation]:
+    def _before_loop(self, index: int, there: set[Value]) -> list[Equation]:
         """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
         once = {e for e in self.equations if self.division.ready_at[e] == index and self._runs_once(e)}
         needed = self._closure([value for equation in once for value in equation.ins], there)

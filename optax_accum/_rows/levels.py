@@ -16,10 +16,10 @@ class Kind(enum.Enum):
     PARTIAL = "in parts in the loop, which are joined after it"
     WHOLE = "once, on all rows"
     MADE = "once; it takes no rows and makes some, which are split as a batch is"
-    FREE = "once; it takes no rows and makes none"
+    NO_ROWS = "once; it takes no rows and makes none"
 
 
-ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
+ONCE = (Kind.WHOLE, Kind.MADE, Kind.NO_ROWS)
 
 
 class Body(NamedTuple):

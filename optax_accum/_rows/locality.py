@@ -75,7 +75,7 @@ def _is_map_over_rows(view: View) -> bool:
     Its body sees one row, so nothing in it may grow with the number of rows.
     """
     consts, carried = compilers.sizes_of_scan(view.single)
-    alike = are_free(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
+    alike = are_rowless(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
     over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
     return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
 
@@ -87,9 +87,8 @@ register(CALLS, local=_is_call_local)
 
 
 def _is_inside_local(view: View, single: Any, double: Any) -> bool:
-    return are_local(
-        single, double, view.rows, view.asks_rules, perturbation.inside(view.single, view.perturbed, single)
-    )
+    inside = perturbation.inside(view.single, view.perturbed, single)
+    return are_local(single, double, view.rows, view.asks_rules, inside)
 
 
 def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, perturbed: Perturbed = None) -> bool:
@@ -105,41 +104,40 @@ def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, per
         for (a, b), (_, inner) in zip(
             in_step(of_single, of_double), perturbation.each_equation(of_single, perturbed), strict=True
         ):
-            if not _is_free_or_local(view_of(a, b, rows, asks_rules)._replace(perturbed=inner)):
+            if not is_local_inside(view_of(a, b, rows, asks_rules)._replace(perturbed=inner)):
                 return False
     except OtherProgramError:
         return False
     return True
 
 
-def _is_free_or_local(view: View) -> bool:
+def is_local_inside(view: View) -> bool:
+    """Whether an equation of a body treats rows one by one, or has nothing to do with them."""
     if not _same_literals(view.single, view.double):
         return False
     if not view.has_rows and not view.makes_rows:
-        return _is_free(view)
+        return _is_rowless(view)
     if view.name in NESTED:  # a result without rows, such as a counter, depends on none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
     return is_local(view) or is_alike(view)
 
 
-def is_local_inside(view: View) -> bool:
-    """Whether an equation of a body treats rows one by one, or has nothing to do with them."""
-    return _is_free_or_local(view)
-
-
-def _is_free(view: View) -> bool:
+def _is_rowless(view: View) -> bool:
     """Whether an equation has nothing to do with rows: it is the same in both traces, to the last program inside it."""
     if view.has_rows or view.makes_rows or not _same_literals(view.single, view.double):
         return False
     # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
-    is_differentiated = view.perturbed is None or any(view.perturbed)
-    if view.asks_rules and is_differentiated and view.name.startswith("custom_vjp_call"):
+    if view.asks_rules and _is_differentiated(view) and view.name.startswith("custom_vjp_call"):
         return False
     pairs = programs_inside(view.single, view.double)
-    return view.has_same_sizes and all(are_free(*pair, view.rows, view.asks_rules) for pair in pairs)
+    return view.has_same_sizes and all(are_rowless(*pair, view.rows, view.asks_rules) for pair in pairs)
 
 
-def are_free(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
+def _is_differentiated(view: View) -> bool:
+    return view.perturbed is None or any(view.perturbed)
+
+
+def are_rowless(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
     """Whether two programs are the same, and have nothing to do with rows."""
     (of_single, _), (of_double, _) = compilers.opened(single), compilers.opened(double)
     variables = [[var.aval for var in (*each.constvars, *each.invars)] for each in (of_single, of_double)]
@@ -147,7 +145,7 @@ def are_free(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> b
         pairs = list(in_step(of_single, of_double))
     except OtherProgramError:
         return False
-    return variables[0] == variables[1] and all(_is_free(view_of(a, b, rows, asks_rules)) for a, b in pairs)
+    return variables[0] == variables[1] and all(_is_rowless(view_of(a, b, rows, asks_rules)) for a, b in pairs)
 
 
 def _same_literals(single: Any, double: Any) -> bool:
@@ -180,9 +178,7 @@ def unknown(view: View) -> Iterator[str]:
 def _rule_is_local(view: View) -> bool:
     """Whether the user's derivative of a function treats rows one by one; True if there is none."""
     is_forward, is_backward = view.name == "custom_jvp_call", view.name.startswith("custom_vjp_call")
-    if not (view.asks_rules and (is_forward or is_backward)) or (
-        view.perturbed is not None and not any(view.perturbed)
-    ):
+    if not (view.asks_rules and (is_forward or is_backward) and _is_differentiated(view)):
         return True
     try:
         traces = derivative_of_rule(view)
@@ -236,7 +232,7 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
             sums.update(a.outvars)
         elif is_partial(view) and row.partial.fold is SUM:
             sums.update(a.outvars)
-        elif not _is_free_or_local(view):
+        elif not is_local_inside(view):
             return False
         elif row.linear_groups(a) and len(a.invars) == 1 and is_zero(a.invars[0]):
             zeros.update(a.outvars)

@@ -22,13 +22,13 @@ ADDED = "each row takes all rows before it"
 class Order(NamedTuple):
     """An order of rows that an operation `by` made.
 
-    `why_not`: why rows in this order are certainly no separate rows, once they are reduced, if so. `parts`: the orders
+    `why_not`: why rows in this order are certainly no separate rows, once they are reduced, if so. `joined`: the orders
     of what was joined.
     """
 
     by: Any
     why_not: str | None = None
-    parts: tuple["Order", ...] = ()
+    joined: tuple["Order", ...] = ()
 
 
 OWN = Order(None)  # the batch's
@@ -59,7 +59,7 @@ class Orders:
 
     def read(self, equation: Equation, kind: Kind) -> tuple[bool, str | None]:
         """Whether an operation keeps rows separate though it takes all of them; and why it certainly does not."""
-        if equation.differs or kind in (Kind.MADE, Kind.FREE):
+        if equation.differs or kind in (Kind.MADE, Kind.NO_ROWS):
             self.neutral.update(value for value in equation.outs if value.axis is not None)
             return False, None
         if any(value.axis == COUPLED for value in (*equation.ins, *equation.outs)):

@@ -19,7 +19,7 @@ from optax_accum._rows.own_rows import rewrite_own_rows
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.running_sums import rewrite_running_sums
-from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, sort_of, view_of
+from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, pair_key, view_of
 
 
 def paired(single: Any, double: Any, rows: Rows, caller: Equation | None = None) -> Program:
@@ -152,7 +152,7 @@ class _Pairing:
 
 def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any], bool]]:
     """Yields the equations of two programs: one of each where they are a pair, else all between two pairs."""
-    ours, others = list(map(sort_of, single.eqns)), list(map(sort_of, double.eqns))
+    ours, others = list(map(pair_key, single.eqns)), list(map(pair_key, double.eqns))
     blocks = [("equal", 0, len(ours), 0, len(others))]
     if ours != others:
         blocks = difflib.SequenceMatcher(None, ours, others, autojunk=False).get_opcodes()

@@ -54,8 +54,8 @@ def _joined(orders: Orders, equation: Equation) -> Order | None:
     slices = {(each.ins[0], each.single.params["start_indices"]) for each in made if each and each.name == "slice"}
     if len(slices) == len(made) and len({operand for operand, _ in slices}) == 1:
         return Order(equation)  # all rows of one array, in another order: a roll
-    parts = tuple(map(orders.order, equation.ins))
-    return None if any(part.why_not for part in parts) else Order("joined", parts=parts)
+    joined = tuple(map(orders.order, equation.ins))
+    return None if any(part.why_not for part in joined) else Order("joined", joined=joined)
 
 
 def _sliced(orders: Orders, equation: Equation) -> Order | str | None:
@@ -70,9 +70,9 @@ def _sliced(orders: Orders, equation: Equation) -> Order | str | None:
 def _part(orders: Orders, equation: Equation, operand: Value, begin: int, length: int) -> Order:
     """Some consecutive rows: one of the values that were joined, or rows by their rank or their place."""
     order = orders.order(operand)
-    count = len(order.parts)
+    count = len(order.joined)
     if count and length * count == operand.aval.shape[operand.axis or 0] and begin % length == 0:
-        return order.parts[begin // length]
+        return order.joined[begin // length]
     return Order(("rows", order, begin, length), BY_PLACE if order == OWN else BY_RANK)
 
 

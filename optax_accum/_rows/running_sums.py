@@ -43,7 +43,7 @@ def rewrite_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Seque
         return None
     if not _are_small(single, consts, carried):
         return None
-    if not locality.are_free(single.params["jaxpr"], double.params["jaxpr"], equation.rows):
+    if not locality.are_rowless(single.params["jaxpr"], double.params["jaxpr"], equation.rows):
         return None
     shapes = [value.aval.shape for value in equation.ins]
     starts, rows = shapes[consts : consts + carried], shapes[consts + carried :]

@@ -125,7 +125,7 @@ def view_of(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> Vi
     )
 
 
-def sort_of(equation: Any) -> tuple[Any, ...]:
+def pair_key(equation: Any) -> tuple[Any, ...]:
     """What two equations must share to be a pair: the primitive, and how many operands, branches and axes there are."""
     ranks = tuple(len(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars))
     return equation.primitive.name, len(equation.invars), len(equation.params.get("branches", ())), ranks
@@ -151,7 +151,7 @@ def in_step(single: Any, double: Any) -> Iterator[tuple[Any, Any]]:
         raise OtherProgramError("it takes or returns other arrays")
     check(single.invars, double.invars)
     for a, b in zip(single.eqns, double.eqns, strict=False):
-        if sort_of(a) != sort_of(b):
+        if pair_key(a) != pair_key(b):
             raise OtherProgramError(
                 f"at {place_of(a)} it has {a.primitive.name}, and for twice as many rows {b.primitive.name}"
             )

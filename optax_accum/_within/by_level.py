@@ -12,7 +12,7 @@ from optax_accum._core import compilers, convolutions, evaluation
 from optax_accum._core.folds import SUM
 from optax_accum._rows import derivatives, layers, resized
 from optax_accum._rows.division import ADDS
-from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels, Loop
 from optax_accum._rows.places import explained
 from optax_accum._rows.program import Equation, Number, Value
@@ -240,7 +240,7 @@ def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, A
 
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params, inner = equation.single.params, inside_layers(equation, levels)
+    params, inner = equation.single.params, body_levels(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])

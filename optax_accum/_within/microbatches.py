@@ -16,7 +16,7 @@ from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Name, Tree
-from optax_accum._loss.parts import Parts
+from optax_accum._loss.parts import LossParts
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
 
@@ -52,7 +52,8 @@ class Iteration:
     call: Call  # of `fun`: these rows, its own key, the carry
 
 
-Add = Callable[[Any, Iteration], tuple[Any, Parts]]  # adds the results of a micro-batch to sums
+CallFun = Callable[[Call], LossParts]
+Add = Callable[[Any, Iteration], tuple[Any, LossParts]]  # adds the results of a micro-batch to sums
 Done = tuple[Any, Tree]  # the sums, and the last carry
 
 
@@ -60,7 +61,7 @@ Done = tuple[Any, Tree]  # the sums, and the last carry
 class MicroBatches:
     """The micro-batches of one device: the full ones, and the remainder, whose index is the number of full ones."""
 
-    call_fun: Callable[[Call], Parts]
+    call_fun: CallFun
     device: Device
     call: Call  # of the whole batch
     split: splitting.Split
@@ -79,7 +80,7 @@ class MicroBatches:
         """Traces `fun` for the first micro-batch, as a function of the named arguments."""
         first = self.iteration(0, self.call.carried).call
 
-        def parts_of(values: tuple[Any, ...]) -> Parts:
+        def parts_of(values: tuple[Any, ...]) -> LossParts:
             parts = self.call_fun(first.with_values(names, values))
             for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
@@ -141,12 +142,12 @@ class MicroBatches:
         call = self.call.with_values(tuple(self.call.arguments), arguments)
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
-    def _handed_on(self, parts: Parts) -> Tree:
+    def _handed_on(self, parts: LossParts) -> Tree:
         self.device.check_carry(parts.carry)
         return dtypes.strong(parts.carry)
 
 
-def split_call(call_fun: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
+def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
     """Splits one device's part of the batch of a call; `call_fun` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
@@ -154,7 +155,7 @@ def split_call(call_fun: Callable[[Call], Parts], device: Device, call: Call, si
     return MicroBatches(call_fun, device, call, split, splitting.interleaved(split, batches), rest)
 
 
-def _in_step(call_fun: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
+def _in_step(call_fun: CallFun, device: Device, equations: Iterable[Any], call: Call) -> LossParts:
     names, own = tuple(call.arguments), {*call.batch, call.rng}
     run = lambda *values: call_fun(call.with_values(names, values))
 

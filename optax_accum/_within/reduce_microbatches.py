@@ -14,7 +14,7 @@ from optax_accum._arguments.rows import count_rows, is_split
 from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
-from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
@@ -170,7 +170,7 @@ class _Rules(NamedTuple):
     reduction: Tree
     devices: Devices
 
-    def parts(self, call: Call) -> Parts:
+    def parts(self, call: Call) -> LossParts:
         """Calls `fun`; its result stands in the place of a loss."""
         return self.returns.taken_apart(call.apply(self.fun))
 
@@ -188,7 +188,7 @@ def _reduced(rules: _Rules, call: Call) -> Any:
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.over_devices(rules.reduction, local), local)
-    return rules.returns.joined(Parts(results, carry=carry))
+    return rules.returns.joined(LossParts(results, carry=carry))
 
 
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
@@ -211,7 +211,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
 
-    def add(totals: Tree, iteration: Iteration) -> tuple[Tree, Parts]:
+    def add(totals: Tree, iteration: Iteration) -> tuple[Tree, LossParts]:
         with jax.named_scope("optax_accum.micro_batch"):
             parts = micro_batches.call_fun(iteration.call)
         return outputs.add(totals, parts.loss, iteration.index, shares.of(iteration.index)), parts
@@ -220,7 +220,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     return outputs.finish(totals), carry
 
 
-def _closing_over(closure: shared.Closure, call_fun: Callable[[Call], Parts], call: Call) -> Parts:
+def _closing_over(closure: shared.Closure, call_fun: Callable[[Call], LossParts], call: Call) -> LossParts:
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
     run = lambda arrays: call_fun(call.with_values(tuple(call.arguments), filled(arrays)))

@@ -54,11 +54,6 @@ class TracedCall:
         return jax.tree.unflatten(jax.tree.structure(self.traced.shapes), outputs)
 
 
-def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
-    """The number of micro-batches on each device."""
-    return split_rows(batch, sizes, devices).microbatches
-
-
 def trace_call(
     fun: Callable[[Call], Any],
     call: Call,
@@ -96,7 +91,7 @@ def trace_call(
     program = dealt_out(program, device.count)
     levels = levels_of(program, [name in params for name in owner], own=outputs and outputs(single.shapes), **options)
     count = program.units // device.count
-    microbatches = min(number_of_microbatches(sizes, list(call[call.batch]), device.count), count)
+    microbatches = min(split_rows(list(call[call.batch]), sizes, device.count).microbatches, count)
     arrays = device.vary(arrays)
     units = Units(count, microbatches, rows_here // count, device.count, device.index)
     return TracedCall(single, levels, units, device, with_arrays(arrays), arrays)

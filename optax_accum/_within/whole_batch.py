@@ -30,10 +30,10 @@ from optax_accum._within.fold import NOTHING, Result
 from optax_accum._within.measured import measured, rows_of, sum_of, sums_of
 from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
+from optax_accum._within.splitting import split_rows
 from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
-    number_of_microbatches,
     on_device,
     trace_call,
     warn_undivided,
@@ -70,7 +70,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
     fun = _with_one_number(rules)
     may_run_at_once = device.is_alone and not rules.meter.measures
-    if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
+    if may_run_at_once and split_rows(list(call[call.batch]), rules.sizes, device.count).microbatches == 1:
         return _at_once(rules, device, call, fun)
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
@@ -150,8 +150,8 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
     """The value and the gradient, by the program that computes both."""
     params = program.call[program.call.params]
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
-    wide = jax.tree.map(lambda leaf, name: is_inexact(leaf) and _dtype_of_sum(leaf, name), params, named)
-    kinds = [kind for kind in jax.tree.leaves(wide) if kind]
+    wide_dtype = lambda leaf, name: is_inexact(leaf) and dtypes.accumulator_dtype(jnp.result_type(leaf), name)
+    kinds = [kind for kind in jax.tree.leaves(jax.tree.map(wide_dtype, params, named)) if kind]
     results = program.levels.program.outputs
     count = len(results) - len(kinds)
     outputs, gradient = results[:count], results[count:]
@@ -200,10 +200,6 @@ def _ending(
         return None, {}, set()
     finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
     return ending, dict(zip(gradient, finish, strict=True)), hidden
-
-
-def _dtype_of_sum(param: Any, named: Any) -> jnp.dtype:
-    return dtypes.accumulator_dtype(jnp.result_type(param), named)
 
 
 def _bytes(values: set[Value]) -> int:

@@ -32,7 +32,7 @@ from optax_accum._rows.forms import (
     summed,
     taken_by_rows,
 )
-from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.orders import Orders
@@ -42,8 +42,8 @@ from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED, equal
 
 
-class Reading:
-    """One reading of a program: the form of each of its values."""
+class FormAnalysis:
+    """One analysis of a program: the form of each of its values."""
 
     def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any], along: Sequence[frozenset[str]] = ()):
         """`along`: the axes of a `jax.shard_map` along which each input may differ; empty if that is not known."""
@@ -60,7 +60,7 @@ class Reading:
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
         self.repeats: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
-        self.known: dict[Any, Equation] = {}
+        self.firsts: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
         for equation, kind in levels.kinds.items():
@@ -132,7 +132,7 @@ class Reading:
         self.orders.note(equation)
         if not takes_params:
             self._find_again(equation)
-        if kind is Kind.FREE and self._compute(equation):
+        if kind is Kind.NO_ROWS and self._compute(equation):
             return
         form = self._read_form(equation, kind)
         if takes_params and any(
@@ -163,7 +163,7 @@ class Reading:
         for equation in program.equations:
             if not self.of_params.isdisjoint(equation.ins):
                 self.of_params.update(equation.outs)
-            self._read(equation, Kind.FREE)
+            self._read(equation, Kind.NO_ROWS)
         return program.outputs[0]
 
     def _find_again(self, equation: Equation) -> None:
@@ -179,7 +179,7 @@ class Reading:
 
     def first(self, equation: Equation) -> Equation:
         """The first equation with these operands; its parameters may differ."""
-        return self.known.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
+        return self.firsts.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
 
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
@@ -199,7 +199,7 @@ class Reading:
         if why_not:
             return self._failed(equation, why_not, is_certain=True)
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
-            together = inside_layers(equation, self.levels).coupling
+            together = body_levels(equation, self.levels).coupling
             reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
             return failed(list(map(self.form, equation.ins)), *reasons)
         if kind is Kind.WHOLE and not is_separate:
@@ -207,7 +207,7 @@ class Reading:
         if self._is_extreme(equation):
             extreme = Term(frozenset([(Extreme(equation.outs[0], equation), 1)]))
             return Form((extreme,), self.form(equation.ins[0]).reasons)
-        with_rows = kind not in (Kind.FREE, Kind.MADE)
+        with_rows = kind not in (Kind.NO_ROWS, Kind.MADE)
         forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
         if kind is Kind.PARTIAL:
             return self._reduced(equation, forms)
@@ -228,18 +228,18 @@ class Reading:
         return operand.axis not in (None, COUPLED) and result.axis is None and result.aval.size == 1
 
     def _failed(self, equation: Equation, text: str, *, is_certain: bool = False) -> Form:
-        """A result that does not add up; reading goes on, to find other reasons."""
+        """A result that does not add up; analysis goes on, to find other reasons."""
         return failed(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
 
     def _read_pairs(self, equation: Equation) -> Form:
         """The form of a sum of parts; until it is reduced over all rows, only what is linear takes parts by parts."""
         (result,) = equation.outs
-        parts = self.pairs.parts[result]
+        parts = self.pairs.summands[result]
         if parts is None or result.axis == COUPLED:
             return self._failed(equation, f"{equation.name} of all rows at once")
         form = added(parts.values())
         if result.axis is None or not form.sums:
-            del self.pairs.parts[result]
+            del self.pairs.summands[result]
             return form
         return failed([form], *(taken_by_rows(term, source) for term in form.sums for source in term.sources))
 
