@@ -1,4 +1,4 @@
-"""The call of the inner optimizer: its arguments, their dtypes, and its permitted results."""
+"""The call of the inner optimizer, AdamW say, with a float32 mean: arguments, their dtypes, and permitted results."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The two outcomes of a micro-step, hold and emit, and the state after each."""
+"""The outcomes of a micro-step: hold returns old parameters, emit new ones and a window that begins; the state."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What happens to a micro-batch that is not finite: a table of policies, and two entries for rules of users."""
+"""What becomes of a NaN: a table of policies, "skip" leaves the micro-batch out, and two entries for rules of users."""
 
 import inspect
 from collections.abc import Callable

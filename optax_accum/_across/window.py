@@ -1,4 +1,8 @@
-"""The micro-step: a micro-batch joins its window, which then holds or emits."""
+"""The micro-step: a micro-batch joins its window, which then holds or emits.
+
+With `every=2`, call 1 adds a gradient in `join` and holds; call 2 adds one in `join` and emits: it divides the sum and
+calls the inner optimizer. `hold` itself adds nothing, so that a branch returns no sum.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a loss returns, taken apart: the loss, auxiliary outputs, the carry."""
+"""What a loss returns, taken apart: of `loss, (logits, carry)` the loss, auxiliary outputs, the carry."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""How much a micro-batch of a window counts: by a weight that is known beforehand, or by a count of its loss."""
+"""How much a micro-batch of a window counts: by a weight known before (8 rows), or by a count of its loss (tokens)."""
 
 import dataclasses
 import functools

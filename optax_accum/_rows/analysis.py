@@ -1,4 +1,4 @@
-"""A program read value by value: which are sums over rows, and which of them the batch alone decides.
+"""The form of each value of a program: sum(mask) is a sum over rows that the batch alone decides, sum(error) is not.
 
 That the parts of micro-batches add up is shown operation by operation; an operation that is not known to keep the form
 of a sum is a reason why no weight is found.

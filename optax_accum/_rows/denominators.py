@@ -1,4 +1,4 @@
-"""The denominators of a loss, read off its program: how much a micro-batch counts across calls."""
+"""How much a micro-batch counts across calls, read off a loss: by sum(mask), if it is sum(mask * error) / sum(mask)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What kind each equation of a program of rows is, and after which loops it can run."""
+"""What kind each equation of a program is, and which loop it is in: `x - mean(x)` is LOCAL, one loop after `x`."""
 
 from collections.abc import Sequence
 
@@ -164,6 +164,8 @@ class Division:
             return False
         if equation.name == "broadcast_in_dim" and equation.outs[0].aval.size != equation.ins[0].aval.size:
             return False
+        # Parts are there for a moment, in one loop: all come from it, what is taken beside them is there before it, and
+        # nobody else takes them, so that the sum before this step is never there.
         taken = [value for value in dict.fromkeys(equation.ins) if value in self.folds]
         index = self.loop_index[taken[0]]
         others = [value for value in equation.ins if value not in self.folds and value not in self.zeros]
@@ -173,14 +175,8 @@ class Division:
         from_layers = any(self.made_by[value] in self.bodies for value in taken) and not is_of_two
         is_output = not set(taken).isdisjoint(self.program.outputs)
         more = any(map(self.adds_to_more, (self.made_by[value] for value in taken)))
-        if (
-            not alone
-            or is_output
-            or not known_before
-            or from_layers
-            or more
-            or not self.differentiable.isdisjoint(equation.ins)
-        ):
+        is_refused = is_output or from_layers or more or not self.differentiable.isdisjoint(equation.ins)
+        if is_refused or not (alone and known_before):
             return False
         return self._adds_shares(equation, others) or layers.follows(equation, set(taken), self.zeros)
 

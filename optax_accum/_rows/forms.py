@@ -1,4 +1,4 @@
-"""A value as a sum of terms that add up over rows, each with powers of counts before it."""
+"""A value as a sum of terms that add up over rows, each with powers of counts before it: n^-1 for a mean."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

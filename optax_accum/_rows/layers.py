@@ -71,7 +71,7 @@ def _read_layers(equation: Equation, zeros: Zeros) -> Bodies | None:
     body, parts, _ = found
     is_part = [value in parts for value in program.outputs]
     if any(is_part[place] != (place in running) for place in range(carried)):
-        return None
+        return None  # the next iteration takes what this one carries: a part of a sum only where it just adds to it
     return Bodies([body], is_part)
 
 

@@ -1,4 +1,4 @@
-"""The levels of a program of rows: what runs in loops over micro-batches, and what runs once between two loops."""
+"""What runs in loops over micro-batches, and what runs once between two loops: the square root of a variance, say."""
 
 import dataclasses
 import enum

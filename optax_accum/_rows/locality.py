@@ -1,4 +1,4 @@
-"""Whether an equation treats rows one by one, with the programs inside it: loops, branches, users' derivatives."""
+"""Whether an equation treats rows one by one, with the programs inside it: a scan over layers of `tanh(h @ w)` does."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A device as the function that a space runs sees it: its rows, its key, its partial sums."""
+"""One of 8 devices as the function that a space runs sees it: an eighth of the rows, a key of its own, partial sums."""
 
 import dataclasses
 import functools

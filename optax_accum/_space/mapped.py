@@ -1,4 +1,4 @@
-"""`jax.shard_map` over some axes of a mesh, the others left to the partitioner."""
+"""`jax.shard_map` over some axes of a mesh, "data" say; the others, "model" say, are left to the partitioner."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""The mesh: its axes, and how a leaf is sharded over them."""
+"""The mesh: its axes, and how a leaf is sharded over them: a kernel over "model", its partial sums over "data", too."""
 
 import contextlib
 import math

@@ -1,6 +1,7 @@
 """A space: where partial sums live, and how they are added. This one has a single device.
 
-A *partial sum* is one device's part of a sum.
+A *partial sum* is one device's part of a sum: a row of an array [d, ...] over a mesh (`here`), or an array of its own
+in a `jax.shard_map` (`several`).
 """
 
 from collections.abc import Callable

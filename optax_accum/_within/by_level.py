@@ -1,4 +1,8 @@
-"""A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows."""
+"""A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows.
+
+The gradient of a masked mean is one loop: the batch alone decides its cotangents, mask / sum(mask), before it begins.
+With BatchNorm one loop adds up a layer's mean, the next takes it; backward loops add up its cotangent, and take that.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -183,7 +187,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     equations = [equation.single for equation in loop.equations]
     part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
     given, xs = (constants, interleaved), [store.split(value) for value in kept_rows]
-    if levels.differentiable:
+    if levels.differentiable:  # JAX differentiates a scan that stacks parts; else they are added in place, in the carry
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)

@@ -1,4 +1,4 @@
-"""Which sums of a program are gradients, and the squares of what each micro-batch adds to them, for statistics."""
+"""For statistics: which sums of a program are gradients, and `|g_i|^2` of what micro-batch i adds to each."""
 
 import dataclasses
 from collections.abc import Sequence

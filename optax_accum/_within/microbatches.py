@@ -1,4 +1,4 @@
-"""The micro-batches of one call: the call of `fun` for each, in their order."""
+"""The micro-batches of one call: the call of `fun` for each, with its rows, its key and the carry of the one before."""
 
 import dataclasses
 import functools

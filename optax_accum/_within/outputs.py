@@ -1,4 +1,4 @@
-"""The outputs of a function over devices: a device's own rows, and what all devices have alike."""
+"""The outputs of a function over devices: a device's own rows (logits), and what all devices have alike (the loss)."""
 
 import dataclasses
 from typing import Any

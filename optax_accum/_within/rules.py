@@ -1,4 +1,4 @@
-"""The options of one call, checked: which function, of which arguments, cut how, added in what."""
+"""The options of `value_and_grad`, checked: of which arguments, in how many micro-batches, added in which dtype."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

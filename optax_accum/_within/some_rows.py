@@ -1,4 +1,4 @@
-"""Equations of a program of rows, evaluated for the rows of one micro-batch; what adds over rows gives its part."""
+"""Equations evaluated for the rows of one micro-batch: `tanh(x)` gives its rows, `sum(x, 0)` its part of the sum."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The values of a program of rows that are known so far: whole, as micro-batches, or as parts of sums over devices."""
+"""The known values of a program: whole (parameters), as micro-batches (activations), as parts of sums (gradients)."""
 
 import dataclasses
 from collections.abc import Mapping
