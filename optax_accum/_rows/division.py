@@ -184,8 +184,8 @@ class Division:
         """Whether a term that no row decides, decay say, is added to a sum: each micro-batch adds its share of it."""
         if not self.joins_all or equation.name not in ADDS or not self.rowless.issuperset(others):
             return False
-        kinds = [value.aval for value in (*equation.ins, *equation.outs)]
-        return len({(kind.shape, kind.dtype) for kind in kinds}) == 1 and jnp.issubdtype(kinds[0].dtype, jnp.inexact)
+        avals = [value.aval for value in (*equation.ins, *equation.outs)]
+        return len({(aval.shape, aval.dtype) for aval in avals}) == 1 and jnp.issubdtype(avals[0].dtype, jnp.inexact)
 
     def adds_to_more(self, equation: Equation) -> bool:
         """Whether a scatter adds rows to something else than zeros."""

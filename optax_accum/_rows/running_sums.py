@@ -82,10 +82,10 @@ def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
 
         return list(map(summed, jax.lax.map(run_row, list(rows)), wanted))
 
-    def added(value: Any, place: int, kind: Any) -> Any:
+    def added(value: Any, place: int, aval: Any) -> Any:
         if isinstance(value, Carried) != (place < carried) or (place < carried and value.place != place):
             raise NotASumError
-        return sum(value.added, jnp.zeros(kind.shape, kind.dtype)).astype(kind.dtype) if place < carried else value
+        return sum(value.added, jnp.zeros(aval.shape, aval.dtype)).astype(aval.dtype) if place < carried else value
 
     # A count of tokens, which takes no parameters, is a loop of its own: the batch alone decides it.
     of_batch = [place for place in results if not _reads(body, place, body.invars[:consts])]

@@ -212,7 +212,7 @@ class Device:
 
     def check_loss(self, loss: Traced, types: Sequence[Any]) -> None:
         """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""
-        same = not any(mapped.differs(kind, self.axes) for kind in types)
+        same = not any(mapped.differs(aval, self.axes) for aval in types)
         if same and self.communicates(loss) and mapped.types_track_devices(self.axes):
             raise ValueError(
                 f"With devices, the loss must be that of each device's own rows: here it is the same on all "

@@ -134,8 +134,9 @@ def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     if not parts or levels.differentiable or len(equation.outs) != 1:
         return False
     if equation.name in ADDS:
-        kinds = [value.aval for value in (*equation.ins, *equation.outs)]
-        return len({kind.shape for kind in kinds}) == 1 and all(jnp.issubdtype(k.dtype, jnp.inexact) for k in kinds)
+        avals = [value.aval for value in (*equation.ins, *equation.outs)]
+        are_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+        return are_inexact and len({aval.shape for aval in avals}) == 1
     return layers.follows(equation, set(parts), layers.Zeros())
 
 
@@ -206,16 +207,16 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
 
 def _replaced(loop: Loop, kept_rows: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
     """For each of the rows that a loop keeps, the array in whose place: of rows that it takes, and nothing after it."""
-    free = {at: _kind(value) for at, value in enumerate(kept_rows) if value in loop.ends}
+    free = {at: _layout(value) for at, value in enumerate(kept_rows) if value in loop.ends}
     found: list[int | None] = []
     for value in loop.rows:
-        at = next((at for at, kind in free.items() if kind == _kind(value)), None)
+        at = next((at for at, layout in free.items() if layout == _layout(value)), None)
         found.append(at)
         free.pop(at, None)  # type: ignore[arg-type]
     return found
 
 
-def _kind(value: Value) -> Any:
+def _layout(value: Value) -> Any:
     return value.aval.shape, value.aval.dtype, value.axis, compilers.varying_axes(value.aval)
 
 

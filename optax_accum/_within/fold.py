@@ -53,13 +53,13 @@ def folded(
     samples, sample = sampled
     program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
-    kinds: list[Any] = list(program.out_avals)
-    for place, (kind, result) in enumerate(zip(kinds, results, strict=True)):
+    avals: list[Any] = list(program.out_avals)
+    for place, (aval, result) in enumerate(zip(avals, results, strict=True)):
         if result.fold is not None:
-            leaf = meshes.filled([], kind, result.fold.nothing(kind.dtype), result.dtype)
+            leaf = meshes.filled([], aval, result.fold.nothing(aval.dtype), result.dtype)
         else:
-            leaf = _empty(count, kind, xs, place) if result.over is None else xs[result.over]
-        start.append(evaluation.varying_as([leaf], [kind])[0])
+            leaf = _empty(count, aval, xs, place) if result.over is None else xs[result.over]
+        start.append(evaluation.varying_as([leaf], [aval])[0])
     places = {result.over: place for place, result in enumerate(results) if result.over is not None}
 
     def step(index: Any, state: Any, *, ends: bool = False) -> Any:

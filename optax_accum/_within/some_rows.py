@@ -120,7 +120,7 @@ def _evaluate_branches(
         def run(*operands: Any) -> list[Any]:
             results = _evaluate_body(body, units, operands, indices)
             triples = zip(results, bodies.are_sums, types, strict=True)
-            return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
+            return [jnp.asarray(leaf, dtypes.wide(aval.dtype) if part else aval.dtype) for leaf, part, aval in triples]
 
         return run
 
@@ -130,12 +130,12 @@ def _evaluate_branches(
     return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
 
-def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
+def _as_all(run: Any, of_branches: Sequence[Sequence[Any]]) -> Any:
     """A branch whose results vary along the axes along which those of any branch do."""
 
     def varied(*operands: Any) -> list[Any]:
         results = run(*operands)
-        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *kinds, strict=True)]
+        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *of_branches, strict=True)]
 
     return varied
 
@@ -148,12 +148,12 @@ def _evaluate_body(body: Body, units: Units, values: Sequence[Any], indices: jax
 
 def followed(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
     """An equation that is linear in parts of sums, in their dtype if that is wider than its own."""
-    values, kind = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
+    values, dtype = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
     inexact = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
     wide = functools.reduce(jnp.promote_types, [v.dtype for v, is_ in zip(values, inexact, strict=True) if is_])
     if equation.name == "convert_element_type":
-        is_as_wide = dtypes.holds(wide, kind) and _is_complex(wide) == _is_complex(kind)
-        return [values[0] if is_as_wide else values[0].astype(kind)]
+        is_as_wide = dtypes.holds(wide, dtype) and _is_complex(wide) == _is_complex(dtype)
+        return [values[0] if is_as_wide else values[0].astype(dtype)]
     values = [value.astype(wide) if is_ else value for value, is_ in zip(values, inexact, strict=True)]
     return evaluation.bind(equation.single, values)
 

@@ -85,7 +85,7 @@ def trace_call(
         """With the axes of `jax.shard_map` along which each varies, but for the devices': here are the rows of all."""
         times = [rows / rows_here if has_rows else 1 for has_rows in are_rows]
         pairs = zip(map(type_of, arrays, times), arrays, strict=True)
-        return [evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in pairs]
+        return [evaluation.varying_type(aval, device.other_axes(leaf)) for aval, leaf in pairs]
 
     single, program = _paired(lambda arrays: fun(with_arrays(arrays)), types, rows, call)
     program = dealt_out(program, device.count)

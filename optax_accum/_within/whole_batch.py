@@ -151,25 +151,25 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
     params = program.call[program.call.params]
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
     wide_dtype = lambda leaf, name: is_inexact(leaf) and dtypes.accumulator_dtype(jnp.result_type(leaf), name)
-    kinds = [kind for kind in jax.tree.leaves(jax.tree.map(wide_dtype, params, named)) if kind]
+    sum_dtypes = [dtype for dtype in jax.tree.leaves(jax.tree.map(wide_dtype, params, named)) if dtype]
     results = program.levels.program.outputs
-    count = len(results) - len(kinds)
+    count = len(results) - len(sum_dtypes)
     outputs, gradient = results[:count], results[count:]
     sums = sums_of(program.levels)
     asked: dict[Value, Result] = {}
-    for value, kind in zip(gradient, kinds, strict=True):  # one that several parameters have is added once
+    for value, dtype in zip(gradient, sum_dtypes, strict=True):  # one that several parameters have is added once
         if value not in sums:
             continue
         before = asked.get(value)
-        asked[value] = Result(SUM, jnp.promote_types(before.dtype, kind) if before else kind)
+        asked[value] = Result(SUM, jnp.promote_types(before.dtype, dtype) if before else dtype)
     sampled = NOTHING
     if rules.meter.measures:
         asked, sampled = measured(rules.meter, program, gradient, asked)
-    ending, ends, hidden = _ending(device, program, gradient, kinds)
+    ending, ends, hidden = _ending(device, program, gradient, sum_dtypes)
     asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
-    parts = [store.part(value).astype(kind) for value, kind in zip(gradient, kinds, strict=True)]
+    parts = [store.part(value).astype(dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     pairs = zip(parts, gradient, strict=True)
     parts = [ends[value](part) if value in ends and value not in hidden else part for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
@@ -181,14 +181,14 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
 
 
 def _ending(
-    device: Device, program: TracedCall, gradient: Sequence[Value], kinds: Sequence[Any]
+    device: Device, program: TracedCall, gradient: Sequence[Value], sum_dtypes: Sequence[Any]
 ) -> tuple[Ending | None, dict[Value, Finish], set[Value]]:
     """How the last micro-batch adds the gradient over the devices: what finishes each sum, and which a loop finishes.
 
     A loop can finish a sum that nothing takes afterwards, while its products go on; others are finished after it.
     """
     params = program.call[program.call.params]
-    zeros = [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
+    zeros = [jnp.zeros(value.aval.shape, dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     taken = {value for equation in program.levels.program.equations for value in equation.ins}
     hidden = sums_of(program.levels).intersection(gradient) - taken
     of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
