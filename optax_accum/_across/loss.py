@@ -23,11 +23,6 @@ from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
 
 
-def _alike(params: Tree) -> Tree:
-    """No parameter differs between devices."""
-    return jax.tree.map(lambda _: False, params)
-
-
 class Added(NamedTuple):
     """An accumulator after a backward pass has added to it."""
 
@@ -71,29 +66,23 @@ class Loss:
             return self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
 
         params = call.arguments[0]
-        traced = trace_or_run(fun, params)
-        types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
-        device.check_axes(types, of_optimizer=True)
-        device.check_loss(traced, types)
-        device.check_nested(traced)
+        traced, compute = _traced(device, fun, params)
         weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced))
         together = device.runs_together(traced)
         if acc is not None:
             matching.check_sums(acc, params)
         how = self._adding(params, traced) if acc is not None and tracing.is_staged() else None
-        fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
-        fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
         def returned(loss: jax.Array, parts: LossParts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
             return loss, value, weighing.counted(parts.loss)
 
         def run() -> tuple[Backward, Any]:
-            loss, backward, parts = contribution(fun, params, weighing)
+            loss, backward, parts = contribution(compute, params, weighing)
             return backward, returned(loss, parts)
 
         def rest() -> Any:
-            return returned(*forward(fun, params, weighing))
+            return returned(*forward(compute, params, weighing))
 
         ending = self._ending(device, acc, how, flush)
         if acc is None or (not how and (self.meter.measures or weighing.weight is None)):
@@ -182,3 +171,15 @@ class Loss:
         if read is not None:
             return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
         return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))
+
+
+def _traced(device: Device, fun: Callable[[Any], LossParts], params: Tree) -> tuple[Traced, Callable[[Any], LossParts]]:
+    """A loss of the parameters, traced and checked, and the function that runs it on this device."""
+    traced = trace_or_run(fun, params)
+    types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
+    device.check_axes(types, of_optimizer=True)
+    device.check_loss(traced, types)
+    device.check_nested(traced)
+    differ = lambda params: jax.tree.map(lambda _: False, params)  # no parameter differs between devices
+    fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, differ)
+    return traced, convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
