@@ -67,7 +67,7 @@ def body_levels(equation: Equation, levels: Levels) -> Levels:
     consts, carried = compilers.sizes_of_scan(equation.single)
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_param = [value in levels.of_params for value in equation.ins]
-    is_param[consts : consts + carried] = [True] * carried
+    is_param[consts : consts + carried] = [True] * carried  # the body has made it, of parameters, from the second on
     by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.of_params)
     return levels_of(body, is_param, differentiated=bool(levels.differentiable), by_rows=by_rows)
 

@@ -168,16 +168,18 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     units = store.units
     takes = [value for value in loop.takes if not isinstance(value, Number)]
     constant = [value for value in takes if value.axis is None and value not in levels.differentiable]
-    weights = [value for value in takes if value.axis is None and value in levels.differentiable]
+    shared_values = [value for value in takes if value.axis is None and value in levels.differentiable]
     kept_rows = [value for value in takes if value.axis is not None and value in levels.of_params]
     batch_rows = [value for value in takes if value.axis is not None and value not in levels.of_params]
     interleaved = [units.interleaved(store.splittable(value), axis_of(value)) for value in batch_rows]
     constants = [store.whole(value) for value in constant]
-    wide = list(map(store.shared, weights))
+    wide = list(map(store.shared, shared_values))
 
     def part(given: Any, wide: Any, index: Any, rows: list[Any]) -> list[Any]:
         constants, interleaved = given
-        env = dict(zip((*constant, *weights, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True))
+        env = dict(
+            zip((*constant, *shared_values, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True)
+        )
         env |= {v: units.micro_batch(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
         return run_micro_batch(loop, levels, units, env, units.indices(index))
 
@@ -195,9 +197,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         return results[: len(loop.rows)], [fold.along(leaf, axis=0) for fold, leaf in found]
     sums = [store.asked.get(value, Result(fold)) for value, fold in loop.sums.items()]
     sampled = store.sampled if any(one.square is not None for one in sums) else NOTHING
-    results = [*[Result()] * len(loop.rows), *sums]
-    replaced = _replaced(loop, kept_rows, xs)
-    results[: len(loop.rows)] = [Result(over=at) for at in replaced]
+    results = [*(Result(over=at) for at in _replaced(loop, kept_rows, xs)), *sums]
     found, samples = folded(
         lambda index, rows: part(given, wide, index, rows), xs, units.microbatches, results, sampled
     )
