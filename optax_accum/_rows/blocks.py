@@ -50,8 +50,7 @@ def mapped_in_blocks(joined: Equation, made_by: MadeBy) -> tuple[Sequence[Value]
     sizes = (rest.aval.shape[0], taken[0].aval.shape[1])
     if axis_of(rest.aval, result.aval, sizes) != 0 or any(axis_of(a.aval, b.aval, sizes) for a, b in given):
         return None
-    of_body = {value: equation for equation in body.equations for value in equation.outs}
-    return (shared, found) if _are_one_function([(rest, result)], given, made_by, of_body, sizes) else None
+    return (shared, found) if _are_one_function([(rest, result)], given, made_by, body.made_by, sizes) else None
 
 
 def _maker(name: str, value: Value, made_by: MadeBy) -> Equation | None:

@@ -140,17 +140,17 @@ def _keeps(analysis: FormAnalysis, by: Sum, guards: Iterable[Equation | None]) -
     guard, *more = guards or [None]
     if guard is None or more or by.powers or analysis.repeats.get(guard.outs[0]) != by.value:
         return ()
-    makers = {value: equation for equation in analysis.levels.program.equations for value in equation.outs}
+    made_by = analysis.levels.program.made_by
     needed, todo = {guard}, [guard]
     while todo:
         for value in todo.pop().ins:
             if isinstance(value, Constant | Number) or analysis.original(value) == by.value:
                 continue
-            if value not in makers:
+            if value not in made_by:
                 return ()
-            if makers[value] not in needed:
-                needed.add(makers[value])
-                todo.append(makers[value])
+            if made_by[value] not in needed:
+                needed.add(made_by[value])
+                todo.append(made_by[value])
     return tuple(equation for equation in analysis.levels.program.equations if equation in needed)
 
 
@@ -159,11 +159,10 @@ def _as_sum(base: Sum | Extreme) -> Sum:
 
 
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
-    makers = {value: equation for equation in program.equations for value in equation.outs}
     env = dict(zip(program.inputs, values, strict=True))
     todo, needed = [of.value], set()
     while todo:
-        equation = makers.get(todo.pop())
+        equation = program.made_by.get(todo.pop())
         if equation is not None and equation not in needed:
             needed.add(equation)
             todo += equation.ins

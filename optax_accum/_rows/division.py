@@ -47,13 +47,11 @@ class Division:
     0, even where all its rows are taken together: that runs once, before the first loop.
     """
 
-    def __init__(
-        self, program: Program, is_param: Sequence[bool], is_differentiable: Sequence[bool], *, joins_all: bool
-    ):
+    def __init__(self, program: Program, is_param: Sequence[bool], differentiable: Sequence[bool], *, joins_all: bool):
         self.joins_all = joins_all
         self.program, self.equations = program, _needed(program)
         self.of_params = {value for value, is_ in zip(program.inputs, is_param, strict=True) if is_}
-        self.differentiable = {value for value, is_ in zip(program.inputs, is_differentiable, strict=True) if is_}
+        self.differentiable = {value for value, is_ in zip(program.inputs, differentiable, strict=True) if is_}
         self.rowless = {value for value in program.inputs if value.axis is None}  # what no row of the batch decides
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
         for equation in self.equations:

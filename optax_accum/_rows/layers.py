@@ -170,7 +170,7 @@ def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
 
 def _only_adds(program: Program, consts: int, place: int) -> bool:
     """Whether a body only adds to a value that it carries."""
-    made_by = {value: equation for equation in program.equations for value in equation.outs}
+    made_by = program.made_by
     taken = [*(value for equation in program.equations for value in equation.ins), *program.outputs]
     uses = collections.Counter(taken)
     begins, value = program.inputs[consts + place], program.outputs[place]

@@ -67,7 +67,7 @@ def body_levels(equation: Equation, levels: Levels) -> Levels:
     consts, carried = compilers.sizes_of_scan(equation.single)
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_param = [value in levels.of_params for value in equation.ins]
-    is_param[consts : consts + carried] = [True] * carried  # the body has made it, of parameters, from the second on
+    is_param[consts : consts + carried] = [True] * carried  # made by the iteration before, of parameters
     by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.of_params)
     return levels_of(body, is_param, differentiated=bool(levels.differentiable), by_rows=by_rows)
 
@@ -144,6 +144,7 @@ class _Staging:
         equations = self._in_order(self._closure([*rows, *sums], there))
         takes = [value for e in equations for value in e.ins if value in there]
         onto = {value: self.made_by[value].ins[0] for value in sums if self.division.adds_to_more(self.made_by[value])}
+        # Rows that no later loop takes are given up; one that takes them all the same makes them again.
         there.difference_update(self.frontier.difference(cut, self.always))
         self.frontier = set(cut)
         return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -80,6 +81,11 @@ class Program:
     equations: Sequence[Equation]
     outputs: Sequence[Value]
     rows: Rows
+
+    @functools.cached_property
+    def made_by(self) -> dict[Value, Equation]:
+        """From each value to the equation that makes it."""
+        return {value: equation for equation in self.equations for value in equation.outs}
 
     @property
     def units(self) -> int:

@@ -26,8 +26,7 @@ def sum_of(value: Value, levels: Levels) -> Value | None:
 
     None if it takes no sum.
     """
-    made_by = {each: equation for equation in levels.program.equations for each in equation.outs}
-    sums = sums_of(levels)
+    made_by, sums = levels.program.made_by, sums_of(levels)
     if not _takes(value, made_by, sums):
         return None
     while value not in sums and made_by[value].name in _SAME_ENTRIES:
