@@ -43,28 +43,6 @@ def read(env: dict[Value, Any], value: Value) -> Any:
     return value.array if isinstance(value, Number | Constant) and value not in env else env[value]
 
 
-def _evaluate_layers(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
-) -> Sequence[Any]:
-    """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
-    params = equation.single.params
-    consts, carried = compilers.sizes_of_scan(equation.single)
-    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
-    (body,) = bodies.each
-    for place in (place for place in range(carried) if bodies.are_sums[place]):
-        start[place] = start[place].astype(dtypes.wide(start[place].dtype))
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate_body(body, units, [*fixed, *carry, *x], indices)
-        return outs[:carried], outs[carried:]
-
-    start = evaluation.settled(step, start, xs, fixed)
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, start, xs, **options)
-    return [*carry, *ys]
-
-
 def evaluate_rows(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates an equation for the rows of one micro-batch."""
     positional = known(equation.name).positional
@@ -85,6 +63,28 @@ def _evaluate_inside(
     if equation.single.params["length"] == equation.double.params["length"]:
         return _evaluate_layers(equation, bodies, units, values, indices)
     return _evaluate_row_by_row(equation, units, values, indices)
+
+
+def _evaluate_layers(
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
+) -> Sequence[Any]:
+    """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
+    params = equation.single.params
+    consts, carried = compilers.sizes_of_scan(equation.single)
+    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
+    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
+    (body,) = bodies.each
+    for place in (place for place in range(carried) if bodies.are_sums[place]):
+        start[place] = start[place].astype(dtypes.wide(start[place].dtype))
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _evaluate_body(body, units, [*fixed, *carry, *x], indices)
+        return outs[:carried], outs[carried:]
+
+    start = evaluation.settled(step, start, xs, fixed)
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, start, xs, **options)
+    return [*carry, *ys]
 
 
 def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any], indices: jax.Array) -> Sequence[Any]:
