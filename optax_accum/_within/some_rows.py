@@ -30,7 +30,7 @@ def evaluate_some(
             elif levels.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
                 results = [part_of(equation, units, values, indices)]
             elif levels.kinds[equation] is Kind.PARTIAL:
-                if equation.name in ADDS and isinstance(levels, Levels):
+                if equation.name in ADDS and isinstance(levels, Levels):  # of a term without rows, decay say, a share
                     pairs = zip(values, equation.ins, strict=True)
                     values = [leaf if value in levels.folds else units.share(indices, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
