@@ -141,7 +141,7 @@ class JitStep:
     def __init__(self, step: Callable[..., Any]):
         functools.update_wrapper(self, step)
         self._step, self._readings = step, ModuleReadings()
-        self._of_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
+        self._run_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
         self._steps: dict[ModuleForm, _StepOfForm] = {}
         self._graph: str | None = None  # the reason why nnx.jit compiles the step
 
@@ -153,7 +153,7 @@ class JitStep:
     def __call__(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         reading = self._reading(model, optimizer)
         if reading is None:
-            return self._of_graphs(model, optimizer, *args, **kwargs)
+            return self._run_graphs(model, optimizer, *args, **kwargs)
         step, values = self._of(reading, optimizer), reading.values
         out, carried = step.two_programs(step.carried(values), *args, **kwargs)
         reading.set_values(step.values(carried), values)
@@ -163,7 +163,7 @@ class JitStep:
         """Lowers both programs, for arrays or their shapes in the variables."""
         reading = self._reading(model, optimizer)
         if reading is None:
-            return self._of_graphs.lower(model, optimizer, *args, **kwargs).lowered
+            return self._run_graphs.lower(model, optimizer, *args, **kwargs).lowered
         step = self._of(reading, optimizer)
         return step.two_programs.lower(step.carried(reading.values), *args, **kwargs)
 
