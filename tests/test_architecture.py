@@ -250,7 +250,7 @@ ALSO = {  # that ask something else by the same name
     "_rows/leveling": {"PARTIAL"},
     "_rows/division": {"PARTIAL", "is_partial"},
     "_rows/layers": {"PARTIAL", "is_partial"},
-    "_rows/reading": {"PARTIAL"},
+    "_rows/analysis": {"PARTIAL"},
     "_rows/orders": {"PARTIAL"},
     "_rows/primitives": {"PARTIAL"},
     "_explain/explain": {"PARTIAL"},

@@ -1,4 +1,4 @@
-"""The call of the inner optimizer: its arguments, their dtypes, and its permitted results."""
+"""The call of the inner optimizer, AdamW say, with a float32 mean: arguments, their dtypes, and permitted results."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -109,14 +109,14 @@ def _beginning(state: Tree) -> str:
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
     meant = spelling.misspelt(names - set(signature_of(inner.update).keywords), ("weight", "flush"))
-    for name in unread(inner, meant, args, extra_args):
+    for name in ignored_args(inner, meant, args, extra_args):
         raise TypeError(
             f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "
             f"{meant[name]}=, or put what reads {name} inside accumulate_gradients."
         )
 
 
-def unread(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
+def ignored_args(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
     """Which of these extra arguments the optimizer ignores."""
 
     def others(name: Any) -> Any:

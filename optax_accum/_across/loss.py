@@ -16,16 +16,11 @@ from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
 from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
-
-
-def _alike(params: Tree) -> Tree:
-    """No parameter differs between devices."""
-    return jax.tree.map(lambda _: False, params)
 
 
 class Added(NamedTuple):
@@ -55,7 +50,7 @@ class Loss:
     weight_fn: Callable[..., Any] | None
     divisor: Divisor
     meter: Meter
-    reads: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
+    weight_from_loss: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
     holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
     def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, flush: Flag | None) -> Done:
@@ -71,29 +66,23 @@ class Loss:
             return self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
 
         params = call.arguments[0]
-        traced = trace_or_run(fun, params)
-        types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
-        device.check_axes(types, of_optimizer=True)
-        device.check_loss(traced, types)
-        device.check_nested(traced)
+        traced, compute = _traced(device, fun, params)
         weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced))
         together = device.runs_together(traced)
         if acc is not None:
             matching.check_sums(acc, params)
         how = self._adding(params, traced) if acc is not None and tracing.is_staged() else None
-        fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, _alike)
-        fun = convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
 
-        def returned(loss: jax.Array, parts: Parts) -> tuple[jax.Array, Any, Weight]:
+        def returned(loss: jax.Array, parts: LossParts) -> tuple[jax.Array, Any, Weight]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
             return loss, value, weighing.counted(parts.loss)
 
         def run() -> tuple[Backward, Any]:
-            loss, backward, parts = contribution(fun, params, weighing)
+            loss, backward, parts = contribution(compute, params, weighing)
             return backward, returned(loss, parts)
 
         def rest() -> Any:
-            return returned(*forward(fun, params, weighing))
+            return returned(*forward(compute, params, weighing))
 
         ending = self._ending(device, acc, how, flush)
         if acc is None or (not how and (self.meter.measures or weighing.weight is None)):
@@ -170,9 +159,10 @@ class Loss:
 
     def _read(self, device: Device, call: Call, *, is_weighed: bool) -> ByWeight | None:
         """How the loss says that the micro-batch counts; raises where micro-batches do not add up."""
-        if self.reads is None or not call.batch or not (self.holds or device.count > 1):
+        if self.weight_from_loss is None or not call.batch or not (self.holds or device.count > 1):
             return None
-        return self.reads(call, takes_a_sum=not self.divisor.is_mean, is_weighed=is_weighed, axes=device.axes)
+        takes_a_sum = not self.divisor.is_mean
+        return self.weight_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed, axes=device.axes)
 
     def _by_weight(self, call: Call, read: ByWeight | None) -> ByWeight:
         """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""
@@ -181,3 +171,15 @@ class Loss:
         if read is not None:
             return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
         return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))
+
+
+def _traced(device: Device, fun: Callable[[Any], LossParts], params: Tree) -> tuple[Traced, Callable[[Any], LossParts]]:
+    """A loss of the parameters, traced and checked, and the function that runs it on this device."""
+    traced = trace_or_run(fun, params)
+    types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
+    device.check_axes(types, of_optimizer=True)
+    device.check_loss(traced, types)
+    device.check_nested(traced)
+    differ = lambda params: jax.tree.map(lambda _: False, params)  # no parameter differs between devices
+    fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, differ)
+    return traced, convolutions.fast_in_loops(fun, traced.jaxpr.eqns)

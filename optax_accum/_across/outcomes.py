@@ -1,4 +1,4 @@
-"""The two outcomes of a micro-step, hold and emit, and the state after each."""
+"""The outcomes of a micro-step: hold returns old parameters, emit new ones and a window that begins; the state."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ LEFT = "acc_grads"  # the field whose memory the sum of a closed window may take
 
 
 class Outcome(NamedTuple):
-    """The result of a micro-step beside the state: `of_updates(updates)`, or `of_none(emit)` if it only accumulates."""
+    """The result of a micro-step beside the state: `updated(updates)`, or `unchanged(emit)` if it only accumulates."""
 
-    of_updates: Callable[[Tree], Tree]
-    of_none: Callable[[Callable[[], Any]], Tree]
+    updated: Callable[[Tree], Tree]
+    unchanged: Callable[[Callable[[], Any]], Tree]
 
 
 class Closing(NamedTuple):

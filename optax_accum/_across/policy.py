@@ -1,4 +1,4 @@
-"""What happens to a micro-batch that is not finite: a table of policies, and two entries for rules of users."""
+"""What becomes of a NaN: a table of policies, "skip" leaves the micro-batch out, and two entries for rules of users."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Policy(NamedTuple):
       screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
       waits: whether a micro-batch that is left out is no micro-step: the window waits for another.
       accepts: `(space, total, weight) -> flag`: whether a window whose weight can divide its sum may emit it.
-      reads: whether `accepts` reads the sum, so that only a window that closes asks.
+      needs_sum: whether `accepts` reads the sum, so that only a window that closes asks.
       rejects: `(gradient, state, params) -> (discard, info)`: whether a window makes no update, by the gradient that
         the inner optimizer would get; None if nothing asks.
       unseen: whether a backward pass may add to the sum before anyone has looked.
@@ -36,7 +36,7 @@ class Policy(NamedTuple):
     screen: Callable[[Space, Tree, Weight, AccumulationState, Tree], tuple[Flag, Tree]]
     waits: bool = False
     accepts: Callable[[Space, Tree, Weight], Flag] = lambda space, total, weight: True
-    reads: bool = False
+    needs_sum: bool = False
     rejects: Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]] | None = None
     unseen: bool = False
     blank: Callable[[Tree], Tree] = lambda params: ()
@@ -104,9 +104,9 @@ def discard_if(rule: Skip) -> WindowRule:
 
 def as_policy(nonfinite: Any) -> Policy:
     if isinstance(nonfinite, WindowRule):
-        return _of_window(nonfinite.rule)
+        return _from_window_rule(nonfinite.rule)
     if callable(nonfinite):
-        return _of_callable(cast(Skip, nonfinite))
+        return _from_callable(cast(Skip, nonfinite))
     return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
 
 
@@ -126,17 +126,17 @@ TABLE = {
     "propagate": Policy(_join_all, unseen=True, text='"propagate"'),
     "skip": Policy(_leave_out, waits=True, text='"skip"'),
     "omit": Policy(_leave_out, text='"omit"'),
-    "discard": Policy(_join_all, accepts=_finite, reads=True, unseen=True, text='"discard"'),
+    "discard": Policy(_join_all, accepts=_finite, needs_sum=True, unseen=True, text='"discard"'),
 }
 
 
-def _of_callable(skip: Skip) -> Policy:
+def _from_callable(skip: Skip) -> Policy:
     """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
     answer, blank = _remembering(skip, _Form("A callable nonfinite", "skip"))
     return Policy(lambda space, grads, weight, *rest: answer(grads, *rest), waits=True, blank=blank)
 
 
-def _of_window(rule: Skip) -> Policy:
+def _from_window_rule(rule: Skip) -> Policy:
     rejects, blank = _remembering(rule, _Form("The rule of discard_if", "discard"))
     return Policy(_join_all, rejects=rejects, unseen=True, blank=blank, text="discard_if")
 

@@ -1,4 +1,4 @@
-"""When a window closes: a table of schedules, one for each kind of `every`."""
+"""When a window closes: a table of schedules, one for each kind of `every`: 4, a function of the update, None."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -12,7 +12,7 @@ import optax
 
 from optax_accum._across import accumulator, on_host, outcomes, schedules
 from optax_accum._across.apply import apply_gradients
-from optax_accum._across.inner import check_extra_args, is_data, unread
+from optax_accum._across.inner import check_extra_args, ignored_args, is_data
 from optax_accum._across.loss import Added, Done, Loss
 from optax_accum._across.window import MicroBatch, WindowRules, check_state, micro_step, weighed
 from optax_accum._arguments import checks, rows
@@ -55,7 +55,7 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    reads: Callable[..., ByWeight | None] | None  # for windows inside the optimizer: how a micro-batch is weighed
+    weight_from_loss: Callable[..., ByWeight | None] | None  # for windows inside the optimizer: a micro-batch's weight
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies its gradient: the value, the parameters, the state."""
@@ -107,39 +107,39 @@ class Step:
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, also those given by keyword; the other keywords are the optimizer's."""
         signature, names = self.roles.signature, keywords.names
-        if both := sorted(names & self._of_inner & signature.keywords_after(len(args))):
+        if both := sorted(names & self._inner_names & signature.keywords_after(len(args))):
             raise TypeError(
                 f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "
                 "that of fun by position, or give it another name there."
             )
         roles = {name for named in self.roles.named.values() for name in named}
-        of_fun = names & (set(signature.keywords) - self._of_inner | roles)
+        of_fun = names & (set(signature.keywords) - self._inner_names | roles)
         call = self.roles.bind(args, {name: arg for name, arg in keywords.extra_args.items() if name in of_fun})
         rest = {name: arg for name, arg in keywords.extra_args.items() if name not in of_fun}
         return call, keywords._replace(extra_args=rest)
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
-        if self.reads is None or not call.batch or not any(map(has_several, states_in(state))):
+        if self.weight_from_loss is None or not call.batch or not any(map(has_several, states_in(state))):
             return keywords
         ways = keywords.weight, self.loss.weight_fn, self.loss.returns.weight_of
         is_weighed = any(way is not None for way in ways)
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
-        takes_a_sum = unread(self.inner, ["rows"], args, extra_args)
-        return keywords._replace(read=self.reads(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
+        takes_a_sum = ignored_args(self.inner, ["rows"], args, extra_args)
+        return keywords._replace(read=self.weight_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
 
     @property
-    def _of_inner(self) -> set[str]:
+    def _inner_names(self) -> set[str]:
         """The keyword arguments that the optimizer names."""
         return {"weight", "flush", *self.mean_args, *signature_of(self.inner.update).keywords_after(3)}
 
     def _check_read(self, extra_args: Mapping[str, Any], state: Tree, params: Tree) -> None:
         """Raises for a keyword argument that nobody reads, such as one that `fun` takes as one of its **kwargs."""
         args = params, self.inner_state(state), params
-        names = extra_args.keys() - self._of_inner
+        names = extra_args.keys() - self._inner_names
         check_extra_args(self.inner, names, args, extra_args)
-        for name in (name for name in unread(self.inner, names, args, extra_args) if is_data(extra_args[name])):
+        for name in (name for name in ignored_args(self.inner, names, args, extra_args) if is_data(extra_args[name])):
             raise TypeError(
                 f"A keyword argument must be named by fun or read by the optimizer: {name!r} is neither, and fun is "
                 f"{self.roles.signature}. Name it there, or leave it out."

@@ -159,7 +159,7 @@ def value_and_apply_gradients(
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("exact", exact, may_be_none=False)
-    reads = _reading(fun, roles, has_aux) if exact else None
+    weight_from_loss = _weight_from_loss(fun, roles, has_aux) if exact else None
     loss = Loss(
         fun,
         returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
@@ -167,14 +167,14 @@ def value_and_apply_gradients(
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
-        reads=reads if rules else None,
+        weight_from_loss=weight_from_loss if rules else None,
         holds=rules is not None and rules.schedule.holds,
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")
-        micro_step = Step(loss, roles, optimizer, mean_args=("value",), reads=reads)
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",), weight_from_loss=weight_from_loss)
     else:
-        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, reads=None, rules=rules)
+        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, weight_from_loss=None, rules=rules)
 
     @functools.wraps(fun)
     def step(
@@ -186,7 +186,7 @@ def value_and_apply_gradients(
     return step
 
 
-def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
+def _weight_from_loss(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
     """A function that reads off a loss how its micro-batch is weighed; a sum, or what is weighed, is only checked."""
 
     def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> ByWeight | None:

@@ -1,4 +1,8 @@
-"""The micro-step: a micro-batch joins its window, which then holds or emits."""
+"""The micro-step: a micro-batch joins its window, which then holds or emits.
+
+With `every=2`, call 1 adds a gradient in `join` and holds; call 2 adds one in `join` and emits: it divides the sum and
+calls the inner optimizer. `hold` itself adds nothing, so that a branch returns no sum.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -99,7 +103,7 @@ def micro_step(
     def alike(new: Any) -> Any:
         return inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
 
-    costly = rules.policy.reads or space.communicates
+    costly = rules.policy.needs_sum or space.communicates
     (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
     return result, on_host.spent(outcomes.state_after(window.with_left(fields), closes, closing, fields), given)
 
@@ -182,13 +186,13 @@ def close(
         learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
         extra |= outcomes.mean_args(space, state.mean_args, extra)
         updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra)
-        return outcome.of_updates(updates), outcomes.fields_of(state) | learnt | {"inner_opt_state": inner_opt_state}
+        return outcome.updated(updates), outcomes.fields_of(state) | learnt | {"inner_opt_state": inner_opt_state}
 
     if rules.policy.rejects is None:
         result, fields = emit()
         return result, fields | left
     rejected, info = rules.policy.rejects(gradient, state, params)
-    discard = lambda: (outcome.of_none(emit), outcomes.fields_of(state))
+    discard = lambda: (outcome.unchanged(emit), outcomes.fields_of(state))
     result, fields = compilers.branch(rejected, discard, emit)
     return result, fields | left | {"rejected": rejected, "skip_state": info}
 
@@ -210,7 +214,7 @@ def leave_open(
     fields = outcomes.fields_of(window.state) | space.held(window.total)
     if rules.policy.rejects is not None:
         fields |= {"rejected": jnp.array(False), "skip_state": window.state.skip_state}
-    return outcome.of_none(emit), fields
+    return outcome.unchanged(emit), fields
 
 
 def check_state(state: Any) -> None:

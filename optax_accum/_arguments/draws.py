@@ -24,12 +24,12 @@ def check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
     `part` is the call for some rows, `all_rows` for all.
     """
     try:
-        of_part = hidden_draws(*_of_arrays(fun, part))
-        of_rows = hidden_draws(*_of_arrays(fun, all_rows)) if of_part else []
+        drawn = hidden_draws(*_flattened(fun, part))
+        drawn_for_all = hidden_draws(*_flattened(fun, all_rows)) if drawn else []
     except Exception:  # fun takes one batch size only, or an axis that is not here: draws for each row are not known
         return
-    for shape, of_all in zip(of_part, of_rows, strict=False):
-        if shape != of_all:
+    for shape, shape_for_all in zip(drawn, drawn_for_all, strict=False):
+        if shape != shape_for_all:
             raise ValueError(
                 "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
                 f"{list(shape)} from a key that it closes over, or makes. Pass the key as an argument and name it with "
@@ -37,7 +37,7 @@ def check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
             )
 
 
-def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], Any], Any]:
+def _flattened(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], Any], Any]:
     """`fun(call)` as a function of the arrays among its arguments, and these arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))

@@ -46,7 +46,7 @@ def is_split(leaf: Any) -> bool:
     return jnp.ndim(leaf) > 0
 
 
-def of_rows(fun: Callable[[Any], Any], batch: Tree) -> Tree:
+def map_rows(fun: Callable[[Any], Any], batch: Tree) -> Tree:
     """Applies a function to each leaf that is split; scalars stay whole."""
     return jax.tree.map(lambda leaf: fun(leaf) if is_split(leaf) else leaf, batch)
 

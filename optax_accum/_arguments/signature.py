@@ -58,11 +58,11 @@ def signature_of(fun: Callable[..., Any]) -> Signature:
             return signature_of(wrapped)
     except (TypeError, ValueError):  # it has none
         return Signature()
-    of_kind = lambda *kinds: tuple(param.name for param in parameters if param.kind in kinds)
+    names_of = lambda *kinds: tuple(param.name for param in parameters if param.kind in kinds)
     kind = inspect.Parameter
     return Signature(
-        of_kind(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD),
-        of_kind(kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY),
-        bool(of_kind(kind.VAR_POSITIONAL)),
-        bool(of_kind(kind.VAR_KEYWORD)),
+        names_of(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD),
+        names_of(kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY),
+        bool(names_of(kind.VAR_POSITIONAL)),
+        bool(names_of(kind.VAR_KEYWORD)),
     )

@@ -32,7 +32,7 @@ class Sum:
 
     def __init__(self, total: Any, square: Any = None, scale: Any = None, finish: Finish | None = None):
         self.total, self.square, self.scale, self.finish = total, square, scale, finish
-        self.has_ended = False
+        self.has_ended = False  # where a loop over layers has finished each slice, its caller must not finish the sum
 
     def add(self, part: Any) -> None:
         part = jnp.asarray(part)
@@ -90,15 +90,15 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, env[var])
     for equation in jaxpr.eqns:
-        if id(equation) in terms.passed:
+        if id(equation) in terms.skipped:
             continue
         places = [at for at in range(len(equation.outvars)) if (id(equation), at) in terms.inside]
         inside = {at: terms.of[equation.outvars[at]][0] for at in places}
         last = {at for at, place in inside.items() if left[place] == 1}
-        of_equation = {at: sums[place] for at, place in inside.items()}
+        sums_there = {at: sums[place] for at, place in inside.items()}
         operands = list(map(read, equation.invars))
         if inside:
-            results = _INSIDE[equation.primitive.name](equation, operands, of_equation, last)
+            results = _INSIDE[equation.primitive.name](equation, operands, sums_there, last)
         else:
             results = evaluation.bind(equation, operands)
         for at, (var, result) in enumerate(zip(equation.outvars, results, strict=True)):
@@ -153,7 +153,7 @@ def _add_to_slice(one: Sum, part: jax.Array, starts: Sequence[Any]) -> None:
     one.total = jax.lax.dynamic_update_slice(total, slice_, starts)
 
 
-def _of_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
+def _run_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
     """A loop over layers: what it stacks is added slice by slice, what it only adds to is the sum itself."""
     params, (consts, carried) = equation.params, compilers.sizes_of_scan(equation)
     body, closed = compilers.opened(params["jaxpr"])
@@ -212,6 +212,6 @@ def _put(leaf: Any, new: Any, index: Any, ndim: int = 0) -> Any:
 _INSIDE: dict[str, Callable[..., list[Any]]] = {
     "dynamic_update_slice": _to_a_slice,
     "pad": _to_a_slice,
-    "scan": _of_layers,
+    "scan": _run_layers,
     "scatter-add": _scattered,
 }

@@ -1,4 +1,4 @@
-"""The arithmetic of an accumulator: zeros, add, scale."""
+"""The arithmetic of an accumulator: zeros, `where(first, 0, sum) + weight * gradient`, `sum * (1 / weight)`."""
 
 import functools
 import operator

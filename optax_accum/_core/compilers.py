@@ -96,7 +96,7 @@ def explicit_sharding(leaf: Any) -> Any:
     return None if explicit_mesh(kind) is None else kind.sharding
 
 
-def cuttable_sharding(sharding: Any, axis: int, rows: int) -> Any:
+def splittable_sharding(sharding: Any, axis: int, rows: int) -> Any:
     """A sharding without that along an axis, if Explicit axes cannot cut so many rows evenly."""
     spec: Any = getattr(sharding, "spec", ())
     entry = spec[axis] if axis < len(spec) else None
@@ -146,13 +146,13 @@ def _ready_together(leaves: list[Any]) -> list[Any]:
     return jax.lax.optimization_barrier(leaves)
 
 
-def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+def _jvp_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     is_zero = lambda tangent: isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-    moving = iter(jax.lax.optimization_barrier([tangent for tangent in tangents[0] if not is_zero(tangent)]))
-    return _ready_together(*primals), [tangent if is_zero(tangent) else next(moving) for tangent in tangents[0]]
+    ready = iter(jax.lax.optimization_barrier([tangent for tangent in tangents[0] if not is_zero(tangent)]))
+    return _ready_together(*primals), [tangent if is_zero(tangent) else next(ready) for tangent in tangents[0]]
 
 
-_ready_together.defjvp(_moves_together, symbolic_zeros=True)
+_ready_together.defjvp(_jvp_together, symbolic_zeros=True)
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:

@@ -78,7 +78,11 @@ class Rewriting:
 
 
 def _with_rule(equation: Any) -> Any:
-    """A call of a function with a rule, traced, as one equation."""
+    """A call of a function with a rule, traced, as one equation.
+
+    The equation of the new rule cannot be made of the old one: its parameters are functions of JAX's own. Inside a jit
+    its trace is one equation, whatever else the rule needs, and that can take the old one's place.
+    """
     called = rules.rewritten(equation, _rewritten)
     traced = jax.make_jaxpr(jax.jit(called))(*(atom.aval for atom in equation.invars))
     (call,) = traced.jaxpr.eqns
@@ -107,14 +111,14 @@ def _canonical(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     return jnp.transpose(out, [order.index(axis) for axis in range(rank)])
 
 
-def _of_left(cotangent: jax.Array, lhs: Any, rhs: jax.Array, **params: Any) -> jax.Array:
+def _transpose_left(cotangent: jax.Array, lhs: Any, rhs: jax.Array, **params: Any) -> jax.Array:
     """The cotangent of the array that is convolved."""
     rule = functools.partial(ad.primitive_transposes[PLAIN], **params)
     unknown = ad.UndefinedPrimal(lhs.aval)
     return _rewritten(lambda cotangent, rhs: rule(cotangent, unknown, rhs)[0])(cotangent, rhs)
 
 
-def _of_right(cotangent: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
+def _transpose_right(cotangent: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
     """The cotangent of the kernels."""
     rule = functools.partial(ad.primitive_transposes[PLAIN], **params)
     unknown = ad.UndefinedPrimal(rhs.aval)
@@ -133,7 +137,7 @@ def _convolution() -> Any:
     primitive = core.Primitive(PLAIN.name)  # so that a lookup by name finds both
     primitive.def_impl(_plain)
     primitive.def_abstract_eval(lambda *operands, **params: PLAIN.abstract_eval(*operands, **params)[0])
-    ad.defbilinear(primitive, _of_left, _of_right)
+    ad.defbilinear(primitive, _transpose_left, _transpose_right)
     batching.primitive_batchers[primitive] = _batched
     mlir.register_lowering(primitive, mlir.lower_fun(_plain, multiple_results=False))
     mlir.register_lowering(primitive, mlir.lower_fun(_canonical, multiple_results=False), platform="cpu")

@@ -1,4 +1,4 @@
-"""Flags: a Python bool where tracing knows it, an array where only the running program does."""
+"""Flags: a Python bool where tracing knows it (flush=False), an array where only the running program does (a NaN)."""
 
 from typing import Any
 

@@ -49,12 +49,12 @@ def for_each_leaf(
     except ValueError as error:
         raise ValueError(
             f"{name} must be a prefix of the tree of {tree_of}: {name} has "
-            f"{_cut(jax.tree.structure(option, is_leaf=is_leaf))}, and the tree is {_cut(jax.tree.structure(tree))}. "
-            f"{remedy}"
+            f"{_start_of(jax.tree.structure(option, is_leaf=is_leaf))}, and the tree is "
+            f"{_start_of(jax.tree.structure(tree))}. {remedy}"
         ) from error
 
 
-def _cut(structure: Any) -> str:
+def _start_of(structure: Any) -> str:
     text = str(structure)
     return f"{text[:297]}..." if len(text) > 300 else text
 

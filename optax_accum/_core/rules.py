@@ -38,14 +38,14 @@ def rewritten(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
 def differentiated(equation: Any, values: Sequence[Any]) -> Any:
     """The derivative of such an equation, as its rule has it: of all its operands, and in reverse if it says how."""
 
-    def moving(value: Any) -> Any:
+    def tangent_like(value: Any) -> Any:
         return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
 
     call = functools.partial(_bound, equation)
     if equation.primitive.name.startswith("custom_jvp_call"):
-        return jax.jvp(call, values, list(map(moving, values)))
+        return jax.jvp(call, values, list(map(tangent_like, values)))
     results, backward = jax.vjp(call, *values)
-    return results, backward(jax.tree.map(moving, results))
+    return results, backward(jax.tree.map(tangent_like, results))
 
 
 def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
@@ -53,10 +53,10 @@ def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
 
     @called.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        moves = [not _is_float0(tangent) for tangent in tangents]
+        are_given = [not _is_float0(tangent) for tangent in tangents]
 
-        def pushed(primals: Any, moving: Any) -> Any:
-            filled = _filled(moving, tangents, moves)
+        def pushed(primals: Any, given: Any) -> Any:
+            filled = _filled(given, tangents, are_given)
             return jax.jvp(functools.partial(_bound, equation), primals, filled)
 
         return rewrite(pushed)(primals, [leaf for leaf in tangents if not _is_float0(leaf)])
@@ -70,13 +70,13 @@ def _custom_vjp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
     forward = lambda *values: rewrite(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        moves = [not _is_float0(cotangent) for cotangent in cotangents]
+        are_given = [not _is_float0(cotangent) for cotangent in cotangents]
 
-        def pulled(residuals: Any, moving: Any) -> Any:
-            gradients = residuals(_filled(moving, cotangents, moves))
+        def pulled(residuals: Any, given: Any) -> Any:
+            gradients = residuals(_filled(given, cotangents, are_given))
             return [gradient for gradient, wanted in zip(gradients, inexact, strict=True) if wanted]
 
-        given = [leaf for leaf, moving in zip(cotangents, moves, strict=True) if moving]
+        given = [leaf for leaf, is_ in zip(cotangents, are_given, strict=True) if is_]
         found = iter(rewrite(pulled)(residuals, given))
         return tuple(next(found) if wanted else None for wanted in inexact)
 
@@ -100,9 +100,9 @@ def _is_float0(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _filled(moving: Sequence[Any], like: Sequence[Any], moves: Sequence[bool]) -> tuple[Any, ...]:
-    rest = iter(moving)
+def _filled(given: Sequence[Any], like: Sequence[Any], are_given: Sequence[bool]) -> tuple[Any, ...]:
+    rest = iter(given)
     return tuple(
-        next(rest) if moving else np.zeros(np.shape(leaf), jax.dtypes.float0)
-        for leaf, moving in zip(like, moves, strict=True)
+        next(rest) if is_ else np.zeros(np.shape(leaf), jax.dtypes.float0)
+        for leaf, is_ in zip(like, are_given, strict=True)
     )

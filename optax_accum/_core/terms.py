@@ -31,7 +31,7 @@ class Terms:
     Attributes:
       of: for each variable, the results to whose sums it is added.
       slices: for each variable, the slices of sums to which it is added.
-      passed: the ids of equations that only add or cast terms: they are not evaluated.
+      skipped: the ids of equations that only add or cast terms: they are not evaluated.
       inside: results of equations that are added inside these, each as (id of the equation, place); of the terms of
         one sum that an equation makes, one.
       begun: the results whose sum has begun with an input, which is not added again.
@@ -44,7 +44,7 @@ class Terms:
         self.zeros = {equation.outvars[0] for equation in jaxpr.eqns if _makes_zeros(equation)}
         self.of: dict[Any, list[int]] = {}
         self.slices: dict[Any, list[Slice]] = {}
-        self.passed: set[int] = set()
+        self.skipped: set[int] = set()
         self.inside: set[tuple[int, int]] = set()
         self.sums_inside: set[tuple[int, int]] = set()  # (id of the equation, result)
         for place in measured:
@@ -65,12 +65,12 @@ class Terms:
             del self.of[equation.outvars[0]]
             for atom in equation.invars:
                 self.of.setdefault(atom, []).append(place)
-            self.passed.add(id(equation))
+            self.skipped.add(id(equation))
         elif not is_measured and _is_put_together(equation):
             del self.of[equation.outvars[0]]
             for atom, slice_ in zip(equation.invars, _slices(equation, place), strict=True):
                 self.slices.setdefault(atom, []).append(slice_)
-            self.passed.add(id(equation))
+            self.skipped.add(id(equation))
         elif (id(equation), place) not in self.sums_inside and self._adds_inside(equation, at, is_measured):
             self.inside.add((id(equation), at))
             self.sums_inside.add((id(equation), place))

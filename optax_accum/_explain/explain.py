@@ -19,7 +19,7 @@ from optax_accum._explain.explanation import (
 from optax_accum._explain.weighing import Subject, differs_along, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows import locality
 from optax_accum._rows.denominators import Found
-from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
 from optax_accum._within.rules import CROSSING, CallRules, as_rules
@@ -171,7 +171,7 @@ def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bo
     terms = terms_of(subject, found)
     weights, reasons, verdict = _weights(subject, found, terms)
     return Explanation(
-        rows=units.number * units.block,
+        rows=units.count * units.block,
         num_microbatches=units.microbatches if is_cut else None,
         group=units.block,
         couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
@@ -227,7 +227,7 @@ def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
     kept = kept_by(levels)
     for equation in levels.coupling:
         if is_over_layers(equation, levels):
-            yield from sites_of(inside_layers(equation, levels), times * equation.single.params["length"])
+            yield from sites_of(body_levels(equation, levels), times * equation.single.params["length"])
         else:
             touched = kept.intersection((*equation.ins, *equation.outs))
             yield Site(equation, levels.kinds[equation], times, frozenset(touched))
@@ -269,7 +269,7 @@ def bytes_kept(levels: Levels) -> int:
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:
     over = [equation for equation in levels.coupling if is_over_layers(equation, levels)]
-    return [(inside_layers(equation, levels), equation.single.params["length"]) for equation in over]
+    return [(body_levels(equation, levels), equation.single.params["length"]) for equation in over]
 
 
 def bytes_of(value: Value) -> int:
@@ -290,7 +290,8 @@ def couplings_of_batch(levels: Levels, places: set[Any]) -> list[Coupling]:
     places = places - {site.equation.place for site in sites_of(levels)}
     by_line: dict[Any, list[Site]] = {}
     for equation, kind in levels.kinds.items():
-        if kind in (Kind.PARTIAL, Kind.WHOLE) and levels.model.isdisjoint(equation.ins) and equation.place in places:
+        of_batch = levels.of_params.isdisjoint(equation.ins)
+        if kind in (Kind.PARTIAL, Kind.WHOLE) and of_batch and equation.place in places:
             by_line.setdefault(equation.place, []).append(Site(equation, kind, 1, frozenset()))
     return [dataclasses.replace(_coupling(sites), in_parts=False, of_batch=True) for sites in by_line.values()]
 

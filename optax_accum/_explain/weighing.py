@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import count_known_rows, of_rows
+from optax_accum._arguments.rows import count_known_rows, map_rows
 from optax_accum._core import dtypes, messages
 from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
@@ -288,7 +288,7 @@ def _times(batch: Sequence[Tree]) -> int:
 
 
 def _repeated(batch: Sequence[Tree], times: int) -> Sequence[Tree]:
-    return of_rows(lambda leaf: jnp.concatenate([leaf] * times), batch) if times > 1 else batch
+    return map_rows(lambda leaf: jnp.concatenate([leaf] * times), batch) if times > 1 else batch
 
 
 def _check_adds_up(answer: Answer) -> None:

@@ -12,13 +12,13 @@ from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss import ratio
-from optax_accum._loss.parts import Parts
+from optax_accum._loss.parts import LossParts
 from optax_accum._loss.weighing import ByCount, ByWeight
 
+Fun = Callable[[Tree], LossParts]  # of the parameters
 
-def contribution(
-    fun: Callable[[Tree], Parts], params: Tree, weighing: ByWeight | ByCount
-) -> tuple[jax.Array, "Backward", Parts]:
+
+def contribution(fun: Fun, params: Tree, weighing: ByWeight | ByCount) -> tuple[jax.Array, "Backward", LossParts]:
     """Differentiates a micro-batch: returns its weighed loss [], its backward pass, and the parts of `fun`'s result."""
     inexact, filled = parted(params, is_inexact)
     run = lambda inexact: forward(fun, filled(inexact), weighing)
@@ -26,7 +26,7 @@ def contribution(
     return loss, Backward(backward, jnp.ones_like(loss), params), parts
 
 
-def forward(fun: Callable[[Tree], Parts], params: Tree, weighing: ByWeight | ByCount) -> tuple[jax.Array, Parts]:
+def forward(fun: Fun, params: Tree, weighing: ByWeight | ByCount) -> tuple[jax.Array, LossParts]:
     """The loss of a micro-batch as it is weighed, and the result of `fun`."""
     parts = fun(params)
     parts = parts._replace(loss=ratio.checked(parts.loss))

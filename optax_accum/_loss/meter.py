@@ -128,12 +128,12 @@ class Measuring(Counting):
         weight = jnp.asarray(weight, state.seen.rest.dtype)
         squares = self.squares(total, like=weight)  # the mean would be written to memory
         squares = jax.tree.map(lambda square: square * arithmetic.reciprocal(weight) ** 2, squares)
-        statistics = noise.of_window(samples, squares, weight, state.mini_step)
+        statistics = noise.measure_window(samples, squares, weight, state.mini_step)
         learnt = {"statistics": noise.smooth(state.statistics, statistics, self.decay)}
         return super().learn(state, samples, total, weight) | learnt
 
     def with_statistics(self, value: Any, samples: noise.Samples, mean: Tree, weight: jax.Array) -> Any:
-        return value, noise.of_window(samples, self.squares(mean, like=weight), weight, samples.number)
+        return value, noise.measure_window(samples, self.squares(mean, like=weight), weight, samples.number)
 
     def refuse(self, why: str) -> None:
         raise ValueError(why)

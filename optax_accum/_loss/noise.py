@@ -90,10 +90,10 @@ def _names(group: Group, shape: tuple[int, ...]) -> list[str]:
 
 def _with_group(groups: Tree, tree: Tree) -> list[tuple[Group, Any]]:
     groups = ALL if groups is None else groups
-    of_leaves = jax.tree.leaves(
+    each = jax.tree.leaves(
         for_each_leaf("groups", groups, tree, "Name one group for each branch; of a module of NNX, in an nnx.State.")
     )
-    pairs = list(zip(of_leaves, by_path(tree), strict=True))
+    pairs = list(zip(each, by_path(tree), strict=True))
     for group, (path, leaf) in pairs:
         if not isinstance(group, Group):
             raise TypeError(f'groups must have strings as leaves: {group!r}. Name a group, such as "embedding".')
@@ -147,7 +147,7 @@ def with_sample(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> 
     )
 
 
-def of_window(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
+def measure_window(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
     """The statistics of one window, with nothing smoothed: unbiased, and zeros where they are not known.
 
     With weights `b_i`, `B = sum b_i`, K samples `g_i`, and `g` their weighted mean,

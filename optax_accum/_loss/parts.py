@@ -1,4 +1,4 @@
-"""What a loss returns, taken apart: the loss, auxiliary outputs, the carry."""
+"""What a loss returns, taken apart: of `loss, (logits, carry)` the loss, auxiliary outputs, the carry."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
 
 
-class Parts(NamedTuple):
+class LossParts(NamedTuple):
     """The parts of the value that `fun` returns."""
 
     loss: Any  # [], or a dict of terms, each [], or a Ratio, or a dict of them
@@ -26,7 +26,7 @@ class Returns(NamedTuple):
     weight_of: Callable[[Any, Any], Any] | None = None  # `(loss, aux) -> weight` of a mean
     what: str = "loss"  # the name of the first part, for a message
 
-    def parts(self, out: Any) -> Parts:
+    def parts(self, out: Any) -> LossParts:
         """Takes the result of `fun` apart; a loss that comes with its weight becomes a `Ratio`."""
         parts = self.taken_apart(out)
 
@@ -35,7 +35,7 @@ class Returns(NamedTuple):
 
         loss = jax.tree.map(as_float, ratio.as_ratio(parts.loss))
         if self.weight_of is not None:
-            loss = ratio.of_mean(loss, self._weight(loss, parts.aux))
+            loss = ratio.from_mean(loss, self._weight(loss, parts.aux))
         return parts._replace(loss=loss)
 
     def _weight(self, loss: Any, aux: Tree) -> Any:
@@ -47,10 +47,10 @@ class Returns(NamedTuple):
                 error.add_note("weight_of gets aux=None here: pass has_aux=True if fun returns (loss, aux).")
             raise
 
-    def taken_apart(self, out: Any) -> Parts:
+    def taken_apart(self, out: Any) -> LossParts:
         """Takes the result of `fun` apart, and changes nothing in it."""
         if not (self.has_aux or self.has_carry):
-            return Parts(out)
+            return LossParts(out)
         if not isinstance(out, tuple) or len(out) != 2:
             option = " and ".join(["has_aux"] * self.has_aux + ["carry_argnum"] * self.has_carry)
             second = "aux" if not self.has_carry else "(aux, carry)" if self.has_aux else "carry"
@@ -60,14 +60,14 @@ class Returns(NamedTuple):
             )
         loss, second = out
         if not self.has_carry:
-            return Parts(loss, aux=second)
+            return LossParts(loss, aux=second)
         if not self.has_aux:
-            return Parts(loss, carry=second)
+            return LossParts(loss, carry=second)
         if not isinstance(second, tuple) or len(second) != 2:
             raise TypeError(f"With has_aux and carry_argnum, fun returns (loss, (aux, carry)): it returned {out!r}.")
-        return Parts(loss, *second)
+        return LossParts(loss, *second)
 
-    def joined(self, parts: Parts) -> Any:
+    def joined(self, parts: LossParts) -> Any:
         others = (parts.aux, parts.carry)
         if self.has_aux and self.has_carry:
             return parts.loss, others

@@ -158,7 +158,7 @@ def _attributes(node: Any) -> tuple[str, ...]:
     return next((_RECORDS[kind] for kind in type(node).__mro__ if kind in _RECORDS), ())
 
 
-def of_mean(loss: Any, weight: Any) -> Ratio:
+def from_mean(loss: Any, weight: Any) -> Ratio:
     if isinstance(loss, dict) or is_ratio(loss):
         raise TypeError(
             "weight_of is for a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "

@@ -1,4 +1,4 @@
-"""How much a micro-batch of a window counts: by a weight that is known beforehand, or by a count of its loss."""
+"""How much a micro-batch of a window counts: by a weight known before (8 rows), or by a count of its loss (tokens)."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ class ByCount:
     """
 
     mean_and_factor: MeanAndFactor
-    weight: None = None  # nobody knows it beforehand
+    weight: None = None  # known only after the loss has run
 
     def scaled(self, loss: ratio.Ratio) -> jax.Array:
         return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)

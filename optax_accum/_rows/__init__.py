@@ -12,14 +12,14 @@ What an equation takes *and makes* decides its kind, and with it where it runs:
 |            | takes rows                              | takes none                                             |
 |------------|-----------------------------------------|--------------------------------------------------------|
 | makes rows | LOCAL if a rule proves it, else WHOLE   | LOCAL if they can be made again by position, else MADE |
-| makes none | PARTIAL if a rule proves it, else WHOLE | FREE                                                   |
+| makes none | PARTIAL if a rule proves it, else WHOLE | NO_ROWS                                                |
 
 Let cut(v) be the blocks of a value that belong to some units, or the value itself if it has no rows. Then
 
 * LOCAL, `tanh(x)`: f(cut(operands)) = cut(f(operands)), and the same for its derivative;
 * PARTIAL, `sum(x, 0)`: the results for the parts of the batch, joined, are the result for the batch;
 * MADE, `params[:n]`: runs as it is for n rows; each micro-batch takes the rows at its own places;
-* WHOLE, `sort(x, 0)`, and FREE, `params ** 2`: run as they are. What the counter of a loop over layers decides is
+* WHOLE, `sort(x, 0)`, and NO_ROWS, `params ** 2`: run as they are. What the counter of a loop over layers decides is
   LOCAL: each micro-batch has the same one.
 
 Loops over micro-batches have LOCAL equations alone, and take rows only as the cut of a whole array. Inside a body (of a

@@ -17,13 +17,13 @@ from optax_accum._core import compilers
 from optax_accum._rows import locality
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.traces import Rows, View, axis_of, sort_of, view_of
+from optax_accum._rows.traces import Rows, View, axis_of, pair_key, view_of
 
-Makers = Mapping[Any, Equation]
+MadeBy = Mapping[Any, Equation]
 Pair = tuple[Any, Any]
 
 
-def mapped_in_blocks(joined: Equation, makers: Makers) -> tuple[Sequence[Value], Sequence[Value]] | None:
+def mapped_in_blocks(joined: Equation, made_by: MadeBy) -> tuple[Sequence[Value], Sequence[Value]] | None:
     """The values that a map in blocks takes, those that all rows share, and those with rows.
 
     `joined`: the equation that may join the results for the blocks and for the remainder. None if it does not.
@@ -31,14 +31,14 @@ def mapped_in_blocks(joined: Equation, makers: Makers) -> tuple[Sequence[Value],
     if joined.differs or joined.name != "concatenate" or joined.single.params["dimension"] or len(joined.ins) != 2:
         return None
     blocks, rest = joined.ins
-    merge = _made_by("reshape", blocks, makers)
-    loop = _made_by("scan", merge.ins[0], makers) if merge else None
+    merge = _maker("reshape", blocks, made_by)
+    loop = _maker("scan", merge.ins[0], made_by) if merge else None
     if merge is None or loop is None or not _is_merged(merge.ins[0], blocks) or not _is_map(loop):
         return None
     consts, _ = compilers.sizes_of_scan(loop.single)
     shared, taken = loop.ins[:consts], loop.ins[consts:]
     end, length = blocks.aval.shape[0], joined.outs[0].aval.shape[0]
-    rows = [_source(value, end, length, makers) for value in taken]
+    rows = [_source(value, end, length, made_by) for value in taken]
     found = [value for value in rows if value is not None]
     if len(found) < len(rows) or not found or any(value.axis is not None for value in shared):
         return None
@@ -46,23 +46,22 @@ def mapped_in_blocks(joined: Equation, makers: Makers) -> tuple[Sequence[Value],
     result = body.outputs[loop.outs.index(merge.ins[0])]
     given = [*zip(shared, body.inputs, strict=False)]
     for source, block in zip(found, body.inputs[consts:], strict=True):
-        given += [(value, block) for value, made in makers.items() if _is_slice(made, source, end, length)]
+        given += [(value, block) for value, made in made_by.items() if _is_slice(made, source, end, length)]
     sizes = (rest.aval.shape[0], taken[0].aval.shape[1])
     if axis_of(rest.aval, result.aval, sizes) != 0 or any(axis_of(a.aval, b.aval, sizes) for a, b in given):
         return None
-    of_body = {value: equation for equation in body.equations for value in equation.outs}
-    return (shared, found) if _are_one_function([(rest, result)], given, makers, of_body, sizes) else None
+    return (shared, found) if _are_one_function([(rest, result)], given, made_by, body.made_by, sizes) else None
 
 
-def _made_by(name: str, value: Value, makers: Makers) -> Equation | None:
-    made = makers.get(value)
+def _maker(name: str, value: Value, made_by: MadeBy) -> Equation | None:
+    made = made_by.get(value)
     return made if made is not None and made.name == name and not made.differs else None
 
 
 def _is_map(loop: Equation) -> bool:
     _, carried = compilers.sizes_of_scan(loop.single)
     programs = (loop.single.params["jaxpr"], loop.double.params["jaxpr"])
-    return not carried and not loop.single.params["reverse"] and locality.are_free(*programs, loop.rows)
+    return not carried and not loop.single.params["reverse"] and locality.are_rowless(*programs, loop.rows)
 
 
 def _is_merged(apart: Value, merged: Value) -> bool:
@@ -71,10 +70,10 @@ def _is_merged(apart: Value, merged: Value) -> bool:
     return len(shape) > 1 and merged.aval.shape == (shape[0] * shape[1], *shape[2:])
 
 
-def _source(blocks: Value, end: int, length: int, makers: Makers) -> Value | None:
+def _source(blocks: Value, end: int, length: int, made_by: MadeBy) -> Value | None:
     """The value, of so many rows, of which these are the rows before `end`, in blocks."""
-    cut = _made_by("reshape", blocks, makers)
-    part = _made_by("slice", cut.ins[0], makers) if cut else None
+    cut = _maker("reshape", blocks, made_by)
+    part = _maker("slice", cut.ins[0], made_by) if cut else None
     if cut is None or part is None or not _is_merged(blocks, cut.ins[0]):
         return None
     source = part.ins[0]
@@ -92,7 +91,7 @@ def _is_slice(made: Equation, source: Value, begin: int, end: int) -> bool:
 
 
 def _are_one_function(
-    pairs: Iterable[Pair], given: Iterable[Pair], ours: Makers, others: Makers, sizes: Rows, asks_rules: bool = True
+    pairs: Iterable[Pair], given: Iterable[Pair], ours: MadeBy, others: MadeBy, sizes: Rows, asks_rules: bool = True
 ) -> bool:
     """Whether the same operations make two values of each pair, from what is given; all treat rows one by one.
 
@@ -109,7 +108,7 @@ def _are_one_function(
             mine, other = ours.get(a), others.get(b)
             if mine is None or other is None or mine.differs or other.differs:
                 return False
-            if mine.outs.index(a) != other.outs.index(b) or sort_of(mine.single) != sort_of(other.single):
+            if mine.outs.index(a) != other.outs.index(b) or pair_key(mine.single) != pair_key(other.single):
                 return False
             if not _is_same_step(view_of(mine.single, other.single, sizes, asks_rules)):
                 return False
@@ -141,7 +140,7 @@ def _are_same(single: Any, double: Any, sizes: Rows, asks_rules: bool) -> bool:
     return _are_one_function(pairs, given, _makers(of_single, sizes), _makers(of_double, sizes), sizes, asks_rules)
 
 
-def _makers(program: Any, sizes: Rows) -> Makers:
+def _makers(program: Any, sizes: Rows) -> MadeBy:
     made = [Equation(each, each, each.invars, each.outvars, sizes) for each in program.eqns]
     return {var: equation for equation in made for var in equation.outs}
 

@@ -19,7 +19,7 @@ from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.registry import known
 
 Place = tuple[int, ...]
-Makers = Mapping[Value, Equation]
+MadeBy = Mapping[Value, Equation]
 MOST = 64  # entries of an array that is computed
 
 
@@ -66,7 +66,7 @@ def reduces_growing(equation: Equation) -> bool:
     return not set(growing(equation.single.invars[0], equation.double.invars[0])).isdisjoint(over)
 
 
-def entries_apart(equation: Equation, operand: int, makers: Makers) -> list[Any] | None:
+def entries_apart(equation: Equation, operand: int, made_by: MadeBy) -> list[Any] | None:
     """The entries of an operand at which the first row meets the last one, as far as they are known.
 
     None if the operand has rows along one axis alone.
@@ -78,33 +78,33 @@ def entries_apart(equation: Equation, operand: int, makers: Makers) -> list[Any]
     last = [size - 1 if axis in axes else 0 for axis, size in enumerate(value.aval.shape)]
     places = [tuple(0 if axis == first else at for axis, at in enumerate(last)) for first in axes]
     found: dict[tuple[Value, Place], Any] = {}
-    entries = [_entry(value, place, makers, found) for place in places]
+    entries = [_entry(value, place, made_by, found) for place in places]
     return [entry for entry in entries if entry is not None]
 
 
-def of_choice(cases: Sequence[Any], certain: Sequence[str | None]) -> str | None:
+def choose(cases: Sequence[Any], certain: Sequence[str | None]) -> str | None:
     """What is certain of a choice: of one of the cases taken where two rows meet; of all if it is not known which."""
     places = {int(case) for case in cases} or range(len(certain))
     found = [certain[place] for place in places]
     return next(filter(None, found), None) if cases or None not in found else None
 
 
-def _entry(value: Value, place: Place, makers: Makers, found: dict[tuple[Value, Place], Any]) -> Any:
+def _entry(value: Value, place: Place, made_by: MadeBy, found: dict[tuple[Value, Place], Any]) -> Any:
     if (value, place) not in found:
-        found[value, place] = _computed(value, place, makers, found)
+        found[value, place] = _computed(value, place, made_by, found)
     return found[value, place]
 
 
-def _computed(value: Value, place: Place, makers: Makers, found: dict[tuple[Value, Place], Any]) -> Any:
+def _computed(value: Value, place: Place, made_by: MadeBy, found: dict[tuple[Value, Place], Any]) -> Any:
     if isinstance(value, Constant | Number):
         return None if isinstance(value.array, Tracer) else np.asarray(value.array)[place]
-    made = makers.get(value)
+    made = made_by.get(value)
     if made is None or made.differs:
         return None
     if made.name == "iota":
         return np.asarray(place[made.single.params["dimension"]], value.aval.dtype)
     places = _places_of_operands(made, place)
-    entries = [_entry(*pair, makers, found) for pair in zip(made.ins, places, strict=True)] if places else [None]
+    entries = [_entry(*pair, made_by, found) for pair in zip(made.ins, places, strict=True)] if places else [None]
     if any(entry is None for entry in entries):
         return None
     return entries[0] if made.name in _MOVES else _evaluated(made, entries)

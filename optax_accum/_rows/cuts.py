@@ -27,6 +27,8 @@ def smallest(
       bytes_of: what it costs to keep a value; 0 for one that is there anyway.
       price_of: what it costs to run an equation again; `ALWAYS` for one that must not.
     """
+    # A value is two nodes. The edge between them costs its bytes: cut, it is kept. The edge from the source costs
+    # what its equation does: cut, that runs again, of values that are kept themselves or made again.
     network = _Network()
     todo, seen = list(dict.fromkeys(wanted)), dict[Value, None]()
     for value in todo:

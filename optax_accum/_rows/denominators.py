@@ -1,4 +1,4 @@
-"""The denominators of a loss, read off its program: how much a micro-batch counts across calls."""
+"""How much a micro-batch counts across calls, read off a loss: by sum(mask), if it is sum(mask * error) / sum(mask)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import evaluation
+from optax_accum._rows.analysis import FormAnalysis
 from optax_accum._rows.forms import NONE, TAKES, Extreme, Reason, Sum, Term, extremes_of
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import rule_of
 from optax_accum._rows.places import Place
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
-from optax_accum._rows.reading import Reading
 
 
 class Denominator(NamedTuple):
@@ -66,14 +66,14 @@ def denominators_of(
 ) -> Found:
     """The denominators of the sums over rows in one output.
 
-    `others` names each input's argument; None if it holds the batch. `along`: as in `Reading`.
+    `others` names each input's argument; None if it holds the batch. `along`: as in `FormAnalysis`.
     """
-    reading = Reading(levels, rule_of, along)
-    form = reading.form(levels.program.outputs[output])
+    analysis = FormAnalysis(levels, rule_of, along)
+    form = analysis.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
     for extreme in (each for term in apart for each in extremes_of(term.powers)):
         form = form.because(Reason(str(extreme), extreme.by.place, True))
-    found = [_denominator(reading, others, term) for term in form.sums]
+    found = [_denominator(analysis, others, term) for term in form.sums]
     if form.reasons:
         return Found((), _one_a_line(form.reasons))
     denominators = [one for one in found if isinstance(one, Denominator)]
@@ -94,7 +94,7 @@ def denominators_of(
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
     """The reasons why one output may not add up over micro-batches, whatever count divides its sums."""
-    form = Reading(levels, rule_of).form(levels.program.outputs[output])
+    form = FormAnalysis(levels, rule_of).form(levels.program.outputs[output])
     extremes = [each for term in form.terms for each in extremes_of(term.powers)]
     largest = [Reason(str(extreme), extreme.by.place, True) for extreme in extremes]
     beside = [term.sources[0].place for term in form.sums if len(form.sums) < len(form.terms)]
@@ -111,7 +111,7 @@ def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
     return tuple(by_line[place] for place in sorted(by_line))
 
 
-def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> Denominator | Reason:
+def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Term) -> Denominator | Reason:
     """The count that divides a sum over rows; or the reason why no such count is known."""
     powers, sums = term.powers, term.sources
     if powers == NONE:
@@ -126,32 +126,32 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
     if isinstance(by, str):
         return Denominator(by, sums)
     assert isinstance(by, Sum)  # there is no extreme among them
-    makes, inputs = reading.form(by.value).sums[0].sources[0], reading.inputs.get(by.value, frozenset())
+    makes, inputs = analysis.form(by.value).sums[0].sources[0], analysis.inputs.get(by.value, frozenset())
     for place in inputs:
         if others[place] is not None:
             text = f"divided by what the argument {others[place]} decides, too"
             return Reason(text, makes.place, True, unless_weighed=True)
     guards = sorted((guard for guard in term.guards if guard is not None), key=lambda guard: guard.place)
-    return Denominator(by, sums, makes, guards[0] if guards else None, _keeps(reading, by, term.guards), inputs)
+    return Denominator(by, sums, makes, guards[0] if guards else None, _keeps(analysis, by, term.guards), inputs)
 
 
-def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
+def _keeps(analysis: FormAnalysis, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
     """The operations from a sum to its guard; empty unless there is one guard, of the sum alone."""
     guard, *more = guards or [None]
-    if guard is None or more or by.powers or reading.same.get(guard.outs[0]) != by.value:
+    if guard is None or more or by.powers or analysis.repeats.get(guard.outs[0]) != by.value:
         return ()
-    makers = {value: equation for equation in reading.levels.program.equations for value in equation.outs}
+    made_by = analysis.levels.program.made_by
     needed, todo = {guard}, [guard]
     while todo:
         for value in todo.pop().ins:
-            if isinstance(value, Constant | Number) or reading.same.get(value, value) == by.value:
+            if isinstance(value, Constant | Number) or analysis.original(value) == by.value:
                 continue
-            if value not in makers:
+            if value not in made_by:
                 return ()
-            if makers[value] not in needed:
-                needed.add(makers[value])
-                todo.append(makers[value])
-    return tuple(equation for equation in reading.levels.program.equations if equation in needed)
+            if made_by[value] not in needed:
+                needed.add(made_by[value])
+                todo.append(made_by[value])
+    return tuple(equation for equation in analysis.levels.program.equations if equation in needed)
 
 
 def _as_sum(base: Sum | Extreme) -> Sum:
@@ -159,11 +159,10 @@ def _as_sum(base: Sum | Extreme) -> Sum:
 
 
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
-    makers = {value: equation for equation in program.equations for value in equation.outs}
     env = dict(zip(program.inputs, values, strict=True))
     todo, needed = [of.value], set()
     while todo:
-        equation = makers.get(todo.pop())
+        equation = program.made_by.get(todo.pop())
         if equation is not None and equation not in needed:
             needed.add(equation)
             todo += equation.ins

@@ -22,7 +22,7 @@ def _over_all(equation: Any, values: Sequence[Any], wide: Any, along: Callable[.
     return along(values[0], axis=None)
 
 
-def _of_one_array(view: View) -> bool:
+def _takes_one_array(view: View) -> bool:
     return len(view.ins) == 1
 
 
@@ -45,6 +45,6 @@ register("nonbatchable nondifferentiable_backward nontraceable", local=elementwi
 register("select_if_vmap", local=elementwise, linear=REST, is_cheap=True)
 register("maybe_set", local=_set)
 register("vprim", local=_mapped)
-register("unvmap_any", partial=Reduction(_of_one_array, MAX, _over_all))
-register("unvmap_max", partial=Reduction(_of_one_array, MAX, _over_all))
-register("unvmap_all", partial=Reduction(_of_one_array, MIN, _over_all))
+register("unvmap_any", partial=Reduction(_takes_one_array, MAX, _over_all))
+register("unvmap_max", partial=Reduction(_takes_one_array, MAX, _over_all))
+register("unvmap_all", partial=Reduction(_takes_one_array, MIN, _over_all))

@@ -1,7 +1,7 @@
-"""A value as a sum of terms that add up over rows, each with powers of counts before it."""
+"""A value as a sum of terms that add up over rows, each with powers of counts before it: n^-1 for a mean."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from optax_accum._rows.places import Place
@@ -135,3 +135,29 @@ def extremes_of(powers: Powers) -> list[Extreme]:
 def name_of(term: Term) -> str:
     """A sum over rows is called a mean if the number of rows divides it."""
     return "mean over rows" if (ROWS, -1) in term.powers else "sum over rows"
+
+
+def failed(forms: Sequence[Form], *reasons: Reason) -> Form:
+    """A result that does not add up: one reason of each kind for each line."""
+    known = [reason for form in forms for reason in form.reasons]
+    kinds = {reason[1:] for reason in known}
+    return Form().because(*known, *(reason for reason in reasons if reason[1:] not in kinds))
+
+
+def taken_by_rows(term: Term, source: Equation) -> Reason:
+    return Reason(f"{TAKES} {name_of(term)}", source.place, is_certain=True)
+
+
+def multiplied(forms: Sequence[Form]) -> Form:
+    """The form of a product of separate rows."""
+    left, right = forms
+    terms = tuple(
+        Term(product(a.powers, b.powers), guards=a.guards | b.guards) for a in left.terms for b in right.terms
+    )
+    return added([Form(terms).because(*left.reasons, *right.reasons)])
+
+
+def scattered(form: Form, by: Form, equation: Equation) -> Form:
+    """The form of an operation that is linear in one operand; `by` must have no powers."""
+    reasons = () if by.is_plain else (Reason(f"{equation.name} at places that a count decides", equation.place),)
+    return form.because(*by.reasons, *reasons)

@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
 from optax_accum._core.folds import SUM
-from optax_accum._rows import locality, moving
+from optax_accum._rows import locality, perturbation
 from optax_accum._rows.levels import Bodies, Body, Kind
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Equation, Number, Program, Value
@@ -52,30 +52,30 @@ def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
     try:
         if equation.name == "scan":
             is_over_layers = equation.single.params["length"] == equation.double.params["length"]
-            return _of_scan(equation, zeros) if is_over_layers else _over_rows(equation, zeros)
+            return _read_layers(equation, zeros) if is_over_layers else _read_rows(equation, zeros)
         if equation.name == "cond" and equation.ins[0].axis is None:
-            return _of_branches(equation, zeros)
+            return _read_branches(equation, zeros)
     except OtherProgramError:
         return None
     return None
 
 
-def _of_scan(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_layers(equation: Equation, zeros: Zeros) -> Bodies | None:
     consts, carried = compilers.sizes_of_scan(equation.single)
     program = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     begins = [place for place in range(carried) if equation.ins[consts + place] in zeros]
     running = {place: program.inputs[consts + place] for place in begins if _only_adds(program, consts, place)}
-    found = _read(program, set(running.values()))
+    found = _read_body(program, set(running.values()))
     if found is None:
         return None
     body, parts, _ = found
     is_part = [value in parts for value in program.outputs]
     if any(is_part[place] != (place in running) for place in range(carried)):
-        return None
+        return None  # the next iteration takes what this one carries: a part of a sum only where it just adds to it
     return Bodies([body], is_part)
 
 
-def _over_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
     """A loop over rows that only adds to what it carries: its body sees one row, and runs as it is."""
     single, double = equation.single, equation.double
     consts, carried = compilers.sizes_of_scan(single)
@@ -83,14 +83,14 @@ def _over_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
         return None
     if any(value.axis != 0 for value in (*equation.ins[consts + carried :], *equation.outs[carried:])):
         return None
-    if not locality.are_free(single.params["jaxpr"], double.params["jaxpr"], equation.rows, asks_rules=False):
+    if not locality.are_rowless(single.params["jaxpr"], double.params["jaxpr"], equation.rows, asks_rules=False):
         return None
     program = paired(single.params["jaxpr"], double.params["jaxpr"], equation.rows, equation)
     sums = (equation.ins[consts + place] in zeros and _only_adds(program, consts, place) for place in range(carried))
     return Bodies([], [place < carried for place in range(len(equation.outs))]) if all(sums) else None
 
 
-def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
     """Branches whose results are rows, or parts of sums: a sum is one in each branch that does not return zeros."""
     pairs = zip(equation.single.params["branches"], equation.double.params["branches"], strict=True)
     programs = [paired(*pair, equation.rows, equation) for pair in pairs]
@@ -98,7 +98,7 @@ def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
     are_parts: list[list[bool]] = []
     may_be: list[list[bool]] = []
     for program in programs:
-        found = _read(program, set())
+        found = _read_body(program, set())
         if found is None:
             return None
         body, parts, zeros_inside = found
@@ -112,7 +112,7 @@ def _of_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
     return Bodies(bodies, is_part)
 
 
-def _read(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
+def _read_body(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
     """A body, its values that are parts of sums, and those that are zeros; None if it takes all rows."""
     parts, zeros = set(begun), Zeros()
     kinds: dict[Equation, Kind] = {}
@@ -133,7 +133,7 @@ def _kind(
     """Where an equation of a body runs, and which of its results are parts of sums; None where it takes all rows."""
     if not parts.isdisjoint(equation.ins):
         return (Kind.PARTIAL, equation.outs) if follows(equation, parts, zeros) else (None, ())
-    view = equation.view._replace(moves=[False] * len(equation.ins))
+    view = equation.view._replace(perturbed=[False] * len(equation.ins))
     if equation.differs:
         return None, ()
     if adds_up(equation, zeros):
@@ -161,7 +161,7 @@ def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
         return False
     places = {place for place, value in enumerate(equation.ins) if value in parts}
     summed = (equation.single.invars[place] for place in places)
-    if not all(map(moving.is_inexact, (*summed, *equation.single.outvars))):
+    if not all(map(perturbation.is_inexact, (*summed, *equation.single.outvars))):
         return False
     nothing = {place for place, value in enumerate(equation.ins) if value in zeros}
     groups = known(equation.name).linear_groups(equation.single)
@@ -170,7 +170,7 @@ def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
 
 def _only_adds(program: Program, consts: int, place: int) -> bool:
     """Whether a body only adds to a value that it carries."""
-    made = {value: equation for equation in program.equations for value in equation.outs}
+    made_by = program.made_by
     taken = [*(value for equation in program.equations for value in equation.ins), *program.outputs]
     uses = collections.Counter(taken)
     begins, value = program.inputs[consts + place], program.outputs[place]
@@ -178,6 +178,6 @@ def _only_adds(program: Program, consts: int, place: int) -> bool:
     while todo:
         value = todo.pop()
         found = found or value is begins
-        if value in made and made[value].name in ("add", "add_any") and uses[value] == 1:
-            todo += made[value].ins
+        if value in made_by and made_by[value].name in ("add", "add_any") and uses[value] == 1:
+            todo += made_by[value].ins
     return found and uses[begins] == 1 and begins.axis is None

@@ -28,25 +28,31 @@ STEPS = 6  # of the search for the fewest bases
 
 def levels_of(
     program: Program,
-    is_model: Sequence[bool],
+    is_param: Sequence[bool],
     *,
-    moves: bool = True,
+    differentiated: bool = True,
     by_rows: bool = False,
     joins_all: bool = False,
     own: int | None = None,
-    again: float = 0.0,
+    recompute: float = 0.0,
 ) -> Levels:
-    """How a program runs; `is_model` says which inputs decide more than the batch does, as parameters do.
+    """How a program runs.
 
-    `moves`: whether the program may be differentiated by them, and `by_rows`: by the batch, too. `joins_all`: whether
-    all that follows a sum linearly is done to its parts, for these to be whole, where it takes more memory, too. `own`:
-    how many of the first outputs of the program of a gradient are the function's own; `again`: how much of the function
-    may run once more for less memory, as a share of it.
+    Args:
+      program: the paired traces.
+      is_param: which inputs decide more than the batch does, as parameters do.
+      differentiated: whether the program may be differentiated by them.
+      by_rows: and by the batch, too.
+      joins_all: whether whatever follows a sum linearly is done to its parts, even where that takes more memory.
+      own: how many of the first outputs of the program of a gradient are the function's own.
+      recompute: how much of the function may run once more for less memory, as a share of it.
     """
-    moving = [moves and (of_model or by_rows) for of_model in is_model]
-    division = Division(program, is_model, moving, joins_all=joins_all)
-    stages = _Staging(division, own, again).stages()
-    return Levels(program, division.kinds, division.model, division.moving, stages, division.bodies, division.folds)
+    differentiable = [differentiated and (is_ or by_rows) for is_ in is_param]
+    division = Division(program, is_param, differentiable, joins_all=joins_all)
+    stages = _Staging(division, own, recompute).stages()
+    return Levels(
+        program, division.kinds, division.of_params, division.differentiable, stages, division.bodies, division.folds
+    )
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -54,40 +60,44 @@ def is_over_layers(equation: Equation, levels: Levels) -> bool:
     if equation.differs or any(map(compilers.makes_reference, every_equation(equation.single))):
         return False
     is_scan = equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]
-    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
+    return is_scan and not levels.of_params.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
 
 
-def inside_layers(equation: Equation, levels: Levels) -> Levels:
+def body_levels(equation: Equation, levels: Levels) -> Levels:
     consts, carried = compilers.sizes_of_scan(equation.single)
     body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
-    is_model = [value in levels.model for value in equation.ins]
-    is_model[consts : consts + carried] = [True] * carried
-    by_rows = not levels.moving.isdisjoint(set(levels.program.inputs) - levels.model)
-    return levels_of(body, is_model, moves=bool(levels.moving), by_rows=by_rows)
+    is_param = [value in levels.of_params for value in equation.ins]
+    is_param[consts : consts + carried] = [True] * carried  # made by the iteration before, of parameters
+    by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.of_params)
+    return levels_of(body, is_param, differentiated=bool(levels.differentiable), by_rows=by_rows)
 
 
 class _Staging:
-    def __init__(self, division: Division, own: int | None, again: float):
+    """The stages of a program, loop by loop: what each runs, and which rows it leaves for later ones."""
+
+    def __init__(self, division: Division, own: int | None, recompute: float):
         self.division, self.program, self.equations = division, division.program, division.equations
-        self.kinds, self.made, self.level, self.model = division.kinds, division.made, division.level, division.model
+        self.kinds, self.of_params = division.kinds, division.of_params
+        self.made_by, self.loop_index = division.made_by, division.loop_index
+        # A gradient's program goes forward up to the function's outputs, then backward: loop `turn` and later.
         outputs = self.program.outputs[:own]
         is_backward = own is not None and len(self.program.outputs) > own
-        self.turn = max((self.level.get(v, 0) for v in outputs), default=0) if is_backward else 1 << 30
+        self.turn = max((self.loop_index.get(v, 0) for v in outputs), default=0) if is_backward else 1 << 30
         self.always: set[Value] = set()  # rows that equations on all rows take, or outputs
         self.frontier: set[Value] = set()  # rows that the last loop has left for later ones
-        self.bases: set[Value] = self._bases(again) if is_backward else set()
+        self.bases: set[Value] = self._bases(recompute) if is_backward else set()  # rows that backward loops begin with
 
     def stages(self) -> list[Stage]:
         there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
-        once, stages = self._once(0, there), []
-        for now in range(max(self.division.at.values(), default=0) + 1):
+        before, stages = self._before_loop(0, there), []
+        for now in range(max(self.division.ready_at.values(), default=0) + 1):
             if loop := self._loop(now, there):
                 there.update(loop.rows, loop.sums)
-                stages.append(Stage(once, loop))
-                once = []
-            once += self._once(now + 1, there)
+                stages.append(Stage(before, loop))
+                before = []
+            before += self._before_loop(now + 1, there)
         left = self._closure(self.program.outputs, there)
-        return self._with_ends([*stages, Stage([*once, *self._in_order(left)])])
+        return self._with_ends([*stages, Stage([*before, *self._in_order(left)])])
 
     def _with_ends(self, stages: list[Stage]) -> list[Stage]:
         """Tells each loop which of the rows that loops have kept nothing takes after it."""
@@ -103,9 +113,9 @@ class _Staging:
             found.append(stage)
         return found[::-1]
 
-    def _once(self, level: int, there: set[Value]) -> list[Equation]:
+    def _before_loop(self, index: int, there: set[Value]) -> list[Equation]:
         """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
-        once = {e for e in self.equations if self.division.at[e] == level and self._runs_once(e)}
+        once = {e for e in self.equations if self.division.ready_at[e] == index and self._runs_once(e)}
         needed = self._closure([value for equation in once for value in equation.ins], there)
         there.update(value for equation in once for value in equation.outs)
         return self._in_order(once | needed)
@@ -117,13 +127,13 @@ class _Staging:
 
     def _runs_in(self, equation: Equation) -> int:
         """The loop that is the first to run an equation."""
-        return self.division.at[equation] - (self.kinds[equation] is Kind.PARTIAL)
+        return self.division.ready_at[equation] - (self.kinds[equation] is Kind.PARTIAL)
 
     def _loop(self, now: int, there: set[Value]) -> Loop | None:
         """The pass over the micro-batches that makes values for later levels; None if they need none."""
         sums = {value: fold for value, fold in self.division.folds.items() if self._is_summed(value, now)}
-        whole = [e for e in self.equations if self.division.at[e] > now and self.kinds[e] in ONCE]
-        outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
+        whole = [e for e in self.equations if self.division.ready_at[e] > now and self.kinds[e] in ONCE]
+        outputs = [value for value in self.program.outputs if self.loop_index.get(value, 0) == now]
         wanted = [*(value for equation in whole for value in equation.ins), *outputs]
         always = [value for value in dict.fromkeys(wanted) if self._is_made(value, now)]
         self.always.update(always)
@@ -133,63 +143,68 @@ class _Staging:
             return None
         equations = self._in_order(self._closure([*rows, *sums], there))
         takes = [value for e in equations for value in e.ins if value in there]
-        onto = {value: self.made[value].ins[0] for value in sums if self.division.adds_to_more(self.made[value])}
+        onto = {value: self.made_by[value].ins[0] for value in sums if self.division.adds_to_more(self.made_by[value])}
+        # Rows that no later loop takes are given up; one that takes them all the same makes them again.
         there.difference_update(self.frontier.difference(cut, self.always))
         self.frontier = set(cut)
         return Loop(equations, sums, rows, list(dict.fromkeys(takes)), onto)
 
     def _crossing(self, now: int) -> list[Value]:
-        """The rows of the model that are kept after a loop for later ones: the fewest bytes that tell the rest."""
+        """The rows that a loop keeps for later ones: the fewest bytes from which these make what else they take."""
         later = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) > now]
         taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_residual(v, e)]
         bases = [value for value in self.bases if self._is_made(value, now)]
 
         def is_made_again(value: Value) -> bool:
             """Whether a backward loop makes a value again, of bases, which are there."""
-            return now >= self.turn > self.level[value] and value not in self.always
+            return now >= self.turn > self.loop_index[value] and value not in self.always
 
         def bytes_of(value: Value) -> int:
             if value in self.always or value in self.bases or not self._is_made(value, now):
                 return 0
             return size_of(value) // READING if is_made_again(value) else size_of(value)
 
-        makes = {value: e for value, e in self.made.items() if value not in self.frontier}
+        makes = {value: e for value, e in self.made_by.items() if value not in self.frontier}
         price_of = lambda equation: 0 if self._is_cheap(equation) else cuts.ALWAYS
         cut = cuts.smallest(taken, makes, bytes_of, price_of)
         return [*(value for value in cut if not is_made_again(value)), *bases]
 
     def _is_summed(self, value: Value, now: int) -> bool:
         """Whether a loop gives the parts of a value that is used after it, not only by what joins its parts."""
-        if self.level[value] != now + 1:
+        if self.loop_index[value] != now + 1:
             return False
         uses = self.division.used_by.get(value, ())
-        after = [e for e in uses if self.kinds[e] is not Kind.PARTIAL or self.division.at[e] != now + 1]
+        after = [e for e in uses if self.kinds[e] is not Kind.PARTIAL or self.division.ready_at[e] != now + 1]
         return bool(after) or value in self.program.outputs
 
     def _is_made(self, value: Value, now: int) -> bool:
-        """Whether a value is rows of the model that loops so far have made; what the batch decides is made again."""
-        return self.division.is_of_loops(value) and value not in self.division.folds and self.level[value] <= now
+        """Whether a value is rows that loops so far have made; rows that the batch alone decides are made again."""
+        return self.division.is_of_loops(value) and value not in self.division.folds and self.loop_index[value] <= now
 
     def _is_residual(self, value: Value, equation: Equation) -> bool:
         """Whether a backward loop takes a value of a forward one: it is made again from bases."""
-        return self._runs_in(equation) >= self.turn > self.level.get(value, 0)
+        return self._runs_in(equation) >= self.turn > self.loop_index.get(value, 0)
 
-    def _bases(self, again: float) -> set[Value]:
+    def _bases(self, recompute: float) -> set[Value]:
         """The rows from which backward loops make again what they take of forward ones.
 
-        Each runs the forward loop of the last of these values once more. What is made from earlier rows leaves out
-        bases: as many as may be, evenly, for no more than allowed to run.
+        Kept for the whole batch, all that a backward pass takes would be as large as without micro-batches. So a
+        backward loop begins with a few rows, its bases, and runs the forward loop once more for its micro-batch alone.
+        With fewer bases it runs earlier forward loops, too: as many bases as `recompute` allows are left out, evenly.
         """
         wanted = self._wanted()
         best = self._bases_at(1.0, wanted)
-        if not again or not wanted:
+        if not recompute or not wanted:
             return best
-        allowed = again * self._cost_forward()
+        allowed = recompute * self._cost_forward()
         low, high = 0.0, 1.0
         for _ in range(STEPS):
             share = (low + high) / 2
             found = self._bases_at(share, wanted)
-            is_allowed = sum(self._cost_again(level, values, found) for level, values in wanted.items()) <= allowed
+            is_allowed = (
+                sum(self._cost_recomputed(forward_loop, values, found) for forward_loop, values in wanted.items())
+                <= allowed
+            )
             low, high = (low, share) if is_allowed else (share, high)
             best = min(best, found, key=_bytes) if is_allowed else best
         return best
@@ -197,8 +212,8 @@ class _Staging:
     def _cost_forward(self) -> float:
         """The bytes that all forward loops move."""
         loops = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) < self.turn]
-        of_model = [equation for equation in loops if not self.model.isdisjoint(equation.ins)]
-        return sum(CHEAP * _bytes(e.outs) if self._is_cheap(e) else _cost(e) for e in of_model)
+        forward = [equation for equation in loops if not self.of_params.isdisjoint(equation.ins)]
+        return sum(CHEAP * _bytes(e.outs) if self._is_cheap(e) else _cost(e) for e in forward)
 
     def _wanted(self) -> dict[int, list[Value]]:
         """The rows that backward loops take of forward ones, by the last forward loop that makes some of them."""
@@ -210,8 +225,8 @@ class _Staging:
         wanted: dict[int, dict[Value, None]] = {}
         for values in by_loop.values():
             if values:
-                wanted.setdefault(max(self.level[value] for value in values), {}).update(values)
-        return {level: list(wanted[level]) for level in sorted(wanted)}
+                wanted.setdefault(max(self.loop_index[value] for value in values), {}).update(values)
+        return {forward_loop: list(wanted[forward_loop]) for forward_loop in sorted(wanted)}
 
     def _bases_at(self, share: float, wanted: dict[int, list[Value]]) -> set[Value]:
         """The bases, where a share of the forward loops have some, evenly."""
@@ -222,26 +237,26 @@ class _Staging:
                 return 0
             return size_of(value) // READING if value in kept else size_of(value)
 
-        for place, (level, values) in enumerate(wanted.items()):
+        for place, (forward_loop, values) in enumerate(wanted.items()):
             if int((place + 1) * share) == int(place * share):
                 continue
 
-            def price_of(equation: Equation, level: int = level) -> int:
-                if self._is_again_free(equation, level):
+            def price_of(equation: Equation, forward_loop: int = forward_loop) -> int:
+                if self._recomputes_free(equation, forward_loop):
                     return 0
-                is_before = share < 1 and self._runs_in(equation) == level - 1
+                is_before = share < 1 and self._runs_in(equation) == forward_loop - 1
                 return int(PRICE * _cost(equation)) if is_before else cuts.ALWAYS
 
-            kept.update(cuts.smallest(values, self.made, bytes_of, price_of))
+            kept.update(cuts.smallest(values, self.made_by, bytes_of, price_of))
         return kept
 
-    def _is_again_free(self, equation: Equation, level: int) -> bool:
+    def _recomputes_free(self, equation: Equation, forward_loop: int) -> bool:
         """Whether a backward loop may run an equation once more, whatever it costs: one of its forward loop."""
-        return self._runs_in(equation) == level or self._is_cheap(equation)
+        return self._runs_in(equation) == forward_loop or self._is_cheap(equation)
 
-    def _cost_again(self, level: int, values: list[Value], bases: set[Value]) -> float:
+    def _cost_recomputed(self, forward_loop: int, values: list[Value], bases: set[Value]) -> float:
         again = self._closure(values, bases)
-        return sum(_cost(equation) for equation in again if not self._is_again_free(equation, level))
+        return sum(_cost(equation) for equation in again if not self._recomputes_free(equation, forward_loop))
 
     def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
         """The equations that make values which are not there yet."""
@@ -249,7 +264,7 @@ class _Staging:
         todo = list(wanted)
         while todo:
             value = todo.pop()
-            equation = None if value in there else self.made.get(value)
+            equation = None if value in there else self.made_by.get(value)
             if equation is not None and equation not in needed:
                 needed.add(equation)
                 todo += equation.ins
@@ -260,8 +275,8 @@ class _Staging:
 
     def _is_cheap(self, equation: Equation) -> bool:
         """Whether several loops may make a value again; a rule, a clip say, takes the cotangents of all at once."""
-        moves = [value in self.division.moving for value in equation.ins]
-        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single, moves))
+        perturbed = [value in self.division.differentiable for value in equation.ins]
+        return is_cheap(equation.single) and not any(nonlinear_rules(equation.single, perturbed))
 
 
 def is_cheap(equation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The levels of a program of rows: what runs in loops over micro-batches, and what runs once between two loops."""
+"""What runs in loops over micro-batches, and what runs once between two loops: the square root of a variance, say."""
 
 import dataclasses
 import enum
@@ -15,11 +15,11 @@ class Kind(enum.Enum):
     LOCAL = "for the rows of a micro-batch, in a loop"
     PARTIAL = "in parts in the loop, which are joined after it"
     WHOLE = "once, on all rows"
-    MADE = "once; it takes no rows and makes some, which are cut as a batch is"
-    FREE = "once; it takes no rows and makes none"
+    MADE = "once; it takes no rows and makes some, which are split as a batch is"
+    NO_ROWS = "once; it takes no rows and makes none"
 
 
-ONCE = (Kind.WHOLE, Kind.MADE, Kind.FREE)
+ONCE = (Kind.WHOLE, Kind.MADE, Kind.NO_ROWS)
 
 
 class Body(NamedTuple):
@@ -77,8 +77,8 @@ class Levels:
 
     program: Program
     kinds: dict[Equation, Kind]
-    model: set[Value]  # what the differentiated inputs decide
-    moving: set[Value]  # what may be differentiated: nothing after a stop_gradient is
+    of_params: set[Value]  # what depends on the parameters: all but the batch, and what it decides alone
+    differentiable: set[Value]  # what may be differentiated: nothing after a stop_gradient is
     stages: Sequence[Stage]
     bodies: dict[Equation, Bodies]  # of equations some of whose results are parts of sums
     folds: Container[Value]  # the values of which each micro-batch of a loop gives a part
@@ -90,6 +90,6 @@ class Levels:
 
     @property
     def coupling(self) -> list[Equation]:
-        """The equations that take rows together and that the model decides."""
+        """The equations that take rows together and that parameters decide."""
         together = (equation for equation, kind in self.kinds.items() if kind in (Kind.PARTIAL, Kind.WHOLE))
-        return [equation for equation in together if not self.model.isdisjoint(equation.ins)]
+        return [equation for equation in together if not self.of_params.isdisjoint(equation.ins)]

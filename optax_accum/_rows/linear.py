@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows import derivatives, moving
-from optax_accum._rows.moving import Moves
+from optax_accum._rows import derivatives, perturbation
+from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import known
 
 
@@ -29,18 +29,19 @@ class Dependence(enum.IntEnum):
 Dependences = list[Dependence]
 
 
-def nonlinear_rules(eqn: Any, moves: Moves = None) -> Iterator[Any]:
+def nonlinear_rules(eqn: Any, perturbed: Perturbed = None) -> Iterator[Any]:
     """Yields the functions, in an equation and inside it, with a backward pass by the user that is not linear.
 
-    `moves`: which operands a derivative moves.
+    `perturbed`: which operands a derivative perturbs.
     """
     if eqn.primitive.name.startswith("custom_vjp_call"):
-        if not _is_linear(eqn, moves):
+        if not _is_linear(eqn, perturbed):
             yield eqn
         return
     for program in _programs(eqn):
-        for inner, moves_ in moving.each_equation(compilers.opened(program)[0], moving.inside(eqn, moves, program)):
-            yield from nonlinear_rules(inner, moves_)
+        inside = perturbation.inside(eqn, perturbed, program)
+        for inner, perturbed_there in perturbation.each_equation(compilers.opened(program)[0], inside):
+            yield from nonlinear_rules(inner, perturbed_there)
 
 
 def _programs(eqn: Any) -> list[Any]:
@@ -48,9 +49,9 @@ def _programs(eqn: Any) -> list[Any]:
     return [*(eqn.params[key] for key in keys if key in eqn.params), *eqn.params.get("branches", ())]
 
 
-def _is_linear(eqn: Any, moves: Moves) -> bool:
+def _is_linear(eqn: Any, perturbed: Perturbed) -> bool:
     try:
-        backward = derivatives.traced_derivative(eqn, derivatives.backward, moves)
+        backward = derivatives.traced_derivative(eqn, derivatives.backward, perturbed)
     except Exception:  # a rule may refuse to be asked: then nothing is known of it
         return False
     count = len(backward.jaxpr.invars) - len(eqn.invars)
@@ -68,18 +69,18 @@ def _dependences(program: Any, found: Dependences) -> Dependences:
         return env[atom]
 
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _of_equation(eqn, list(map(read, eqn.invars))), strict=True))
+        env.update(zip(eqn.outvars, _follow(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _of_equation(eqn: Any, ins: Dependences) -> Dependences:
+def _follow(eqn: Any, ins: Dependences) -> Dependences:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        outs = _of_scan(eqn, ins)
+        outs = _follow_scan(eqn, ins)
     elif name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
         outs = _dependences(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
-        outs = [_of_operation(eqn, ins)] * len(eqn.outvars)
+        outs = [_follow_operation(eqn, ins)] * len(eqn.outvars)
     exact = lambda var: not jnp.issubdtype(var.aval.dtype, jnp.inexact)
     return [
         Dependence.OTHER if each is Dependence.LINEAR and exact(var) else each
@@ -87,7 +88,7 @@ def _of_equation(eqn: Any, ins: Dependences) -> Dependences:
     ]
 
 
-def _of_scan(eqn: Any, ins: Dependences) -> Dependences:
+def _follow_scan(eqn: Any, ins: Dependences) -> Dependences:
     consts, carried = compilers.sizes_of_scan(eqn)
     carry = ins[consts : consts + carried]
     while True:
@@ -104,7 +105,7 @@ def _together(ins: Dependences) -> Dependence:
     return found.pop() if len(found) == 1 else Dependence.OTHER
 
 
-def _of_operation(eqn: Any, ins: Dependences) -> Dependence:
+def _follow_operation(eqn: Any, ins: Dependences) -> Dependence:
     """The result of an operation that is linear in some of its operands, if the others are fixed."""
     zero = {place for place, each in enumerate(ins) if each is Dependence.ZERO}
     fixed = {place for place, each in enumerate(ins) if each is Dependence.FIXED}
@@ -113,6 +114,6 @@ def _of_operation(eqn: Any, ins: Dependences) -> Dependence:
         return Dependence.ZERO
     if len(zero) + len(fixed) == len(ins):
         return Dependence.FIXED
-    moving = {place for place, each in enumerate(ins) if each is Dependence.LINEAR}
-    is_linear = any(moving <= group <= moving | zero for group in groups)
+    linear = {place for place, each in enumerate(ins) if each is Dependence.LINEAR}
+    is_linear = any(linear <= group <= linear | zero for group in groups)
     return Dependence.LINEAR if is_linear and Dependence.OTHER not in ins else Dependence.OTHER

@@ -1,4 +1,4 @@
-"""Whether an equation treats rows one by one, with the programs inside it: loops, branches, users' derivatives."""
+"""Whether an equation treats rows one by one, with the programs inside it: a scan over layers of `tanh(h @ w)` does."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,9 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._core.folds import SUM
-from optax_accum._rows import moving
+from optax_accum._rows import perturbation
 from optax_accum._rows.derivatives import backward, derivative_of, forward
-from optax_accum._rows.moving import Moves
+from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -75,7 +75,7 @@ def _is_map_over_rows(view: View) -> bool:
     Its body sees one row, so nothing in it may grow with the number of rows.
     """
     consts, carried = compilers.sizes_of_scan(view.single)
-    alike = are_free(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
+    alike = are_rowless(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks_rules)
     over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
     return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
 
@@ -87,57 +87,57 @@ register(CALLS, local=_is_call_local)
 
 
 def _is_inside_local(view: View, single: Any, double: Any) -> bool:
-    return are_local(single, double, view.rows, view.asks_rules, moving.inside(view.single, view.moves, single))
+    inside = perturbation.inside(view.single, view.perturbed, single)
+    return are_local(single, double, view.rows, view.asks_rules, inside)
 
 
-def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, moves: Moves = None) -> bool:
+def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, perturbed: Perturbed = None) -> bool:
     """Whether every equation of a program treats rows one by one, or takes none.
 
     `asks_rules`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside
-    rules are not asked. `moves`: which operands a derivative may move; None: all.
+    rules are not asked. `perturbed`: which operands a derivative may perturb; None: all.
     """
     (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
     if list(map(jnp.shape, consts)) != list(map(jnp.shape, double_consts)):
         return False
     try:
-        for (a, b), (_, moves_) in zip(
-            in_step(of_single, of_double), moving.each_equation(of_single, moves), strict=True
+        for (a, b), (_, inner) in zip(
+            in_step(of_single, of_double), perturbation.each_equation(of_single, perturbed), strict=True
         ):
-            if not _is_free_or_local(view_of(a, b, rows, asks_rules)._replace(moves=moves_)):
+            if not is_local_inside(view_of(a, b, rows, asks_rules)._replace(perturbed=inner)):
                 return False
     except OtherProgramError:
         return False
     return True
 
 
-def _is_free_or_local(view: View) -> bool:
+def is_local_inside(view: View) -> bool:
+    """Whether an equation of a body treats rows one by one, or has nothing to do with them."""
     if not _same_literals(view.single, view.double):
         return False
     if not view.has_rows and not view.makes_rows:
-        return _is_free(view)
+        return _is_rowless(view)
     if view.name in NESTED:  # a result without rows, such as a counter, depends on none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
     return is_local(view) or is_alike(view)
 
 
-def is_local_inside(view: View) -> bool:
-    """Whether an equation of a body treats rows one by one, or has nothing to do with them."""
-    return _is_free_or_local(view)
-
-
-def _is_free(view: View) -> bool:
+def _is_rowless(view: View) -> bool:
     """Whether an equation has nothing to do with rows: it is the same in both traces, to the last program inside it."""
     if view.has_rows or view.makes_rows or not _same_literals(view.single, view.double):
         return False
     # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
-    moves = view.moves is None or any(view.moves)
-    if view.asks_rules and moves and view.name.startswith("custom_vjp_call"):
+    if view.asks_rules and _is_differentiated(view) and view.name.startswith("custom_vjp_call"):
         return False
     pairs = programs_inside(view.single, view.double)
-    return view.has_same_sizes and all(are_free(*pair, view.rows, view.asks_rules) for pair in pairs)
+    return view.has_same_sizes and all(are_rowless(*pair, view.rows, view.asks_rules) for pair in pairs)
 
 
-def are_free(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
+def _is_differentiated(view: View) -> bool:
+    return view.perturbed is None or any(view.perturbed)
+
+
+def are_rowless(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> bool:
     """Whether two programs are the same, and have nothing to do with rows."""
     (of_single, _), (of_double, _) = compilers.opened(single), compilers.opened(double)
     variables = [[var.aval for var in (*each.constvars, *each.invars)] for each in (of_single, of_double)]
@@ -145,7 +145,7 @@ def are_free(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> b
         pairs = list(in_step(of_single, of_double))
     except OtherProgramError:
         return False
-    return variables[0] == variables[1] and all(_is_free(view_of(a, b, rows, asks_rules)) for a, b in pairs)
+    return variables[0] == variables[1] and all(_is_rowless(view_of(a, b, rows, asks_rules)) for a, b in pairs)
 
 
 def _same_literals(single: Any, double: Any) -> bool:
@@ -156,7 +156,7 @@ def _same_literals(single: Any, double: Any) -> bool:
 def _same_atom(a: Any, b: Any) -> bool:
     if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
         return isinstance(a, core.Literal) == isinstance(b, core.Literal)
-    return np.array_equal(a.val, b.val, equal_nan=moving.is_inexact(a))  # only inexact numbers can be NaN
+    return np.array_equal(a.val, b.val, equal_nan=perturbation.is_inexact(a))  # only inexact numbers can be NaN
 
 
 def unknown(view: View) -> Iterator[str]:
@@ -178,7 +178,7 @@ def unknown(view: View) -> Iterator[str]:
 def _rule_is_local(view: View) -> bool:
     """Whether the user's derivative of a function treats rows one by one; True if there is none."""
     is_forward, is_backward = view.name == "custom_jvp_call", view.name.startswith("custom_vjp_call")
-    if not (view.asks_rules and (is_forward or is_backward)) or (view.moves is not None and not any(view.moves)):
+    if not (view.asks_rules and (is_forward or is_backward) and _is_differentiated(view)):
         return True
     try:
         traces = derivative_of_rule(view)
@@ -191,14 +191,14 @@ def _rule_is_local(view: View) -> bool:
 
 def derivative_of_rule(view: View) -> tuple[Any, Any]:
     """The traces, for n rows and for 2 n, of the derivative that a user wrote for an equation's function."""
-    single, double, moves = view.single, view.double, view.moves
+    single, double, perturbed = view.single, view.double, view.perturbed
     if view.name == "custom_jvp_call":
-        return derivative_of(single, double, forward, moves)
+        return derivative_of(single, double, forward, perturbed)
     try:
-        return derivative_of(single, double, backward, moves)
+        return derivative_of(single, double, backward, perturbed)
     except Exception:  # under vmap, JAX refuses the cotangent of a result that rows share, such as a number of steps
         has_rows = [axis is not None for axis in view_of(single, double, view.rows).outs]
-        return derivative_of(single, double, backward, moves, has_rows)
+        return derivative_of(single, double, backward, perturbed, has_rows)
 
 
 def adds_up(single: Any, double: Any, rows: Rows) -> bool:
@@ -227,12 +227,12 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
                 of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
             )
             # Rounded to integers, a sum is no sum.
-            if view.has_rows or view.makes_rows or not is_linear or not all(map(moving.is_inexact, a.outvars)):
+            if view.has_rows or view.makes_rows or not is_linear or not all(map(perturbation.is_inexact, a.outvars)):
                 return False
             sums.update(a.outvars)
         elif is_partial(view) and row.partial.fold is SUM:
             sums.update(a.outvars)
-        elif not _is_free_or_local(view):
+        elif not is_local_inside(view):
             return False
         elif row.linear_groups(a) and len(a.invars) == 1 and is_zero(a.invars[0]):
             zeros.update(a.outvars)

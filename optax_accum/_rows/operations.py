@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.equations import collective_axes
+from optax_accum._rows.analysis import FormAnalysis
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
 from optax_accum._rows.locality import programs_inside
 from optax_accum._rows.program import Equation, Value
-from optax_accum._rows.reading import Reading
 from optax_accum._rows.registry import known
 
 LARGE = 1e6  # the smallest number that is taken for a bound which no denominator reaches
 SMALL = 1e-3  # the largest number that may be added to a denominator to keep it from zero
 
-Rule = Callable[[Reading, Equation, Sequence[Form]], Form | None]
+Rule = Callable[[FormAnalysis, Equation, Sequence[Form]], Form | None]
 
 
 def _linear(places: Collection[int]) -> Rule:
     """The rule of an operation that is linear in these operands together."""
 
-    def rule(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    def rule(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
         others = [form for place, form in enumerate(forms) if place not in places]
         if not all(form.is_plain for form in others):
             return None
@@ -36,21 +36,21 @@ def _linear(places: Collection[int]) -> Rule:
     return rule
 
 
-def _cast(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _cast(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     is_inexact = [jnp.issubdtype(value.aval.dtype, jnp.inexact) for value in (equation.ins[0], equation.outs[0])]
     return None if is_inexact == [True, False] else forms[0]
 
 
-def _sum(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _sum(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A sum, or a difference. Adding a small number, which keeps a denominator from zero, is a guard."""
     for place, value in enumerate(equation.ins):
-        small = equation.name == "add" and reading.is_small(equation.ins[1 - place], SMALL)
-        if small and reading.scalar(value) is not None:
-            return _guarded(reading, equation, place, forms)
+        small = equation.name == "add" and analysis.is_small(equation.ins[1 - place], SMALL)
+        if small and analysis.scalar(value) is not None:
+            return _guarded(analysis, equation, place, forms)
     return added(forms)
 
 
-def _from_devices(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _from_devices(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """Values of other devices, moved or added: of no one count, where each device may have a count of its own.
 
     Types tell that devices have the same count in a `jax.shard_map` that checks them: what it adds is invariant then.
@@ -58,140 +58,139 @@ def _from_devices(reading: Reading, equation: Equation, forms: Sequence[Form]) -
     counts = [by for form in forms for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
     tells = equation.name == "psum_invariant"
     axes = collective_axes(equation.single)
-    for by in (by for by in counts if not (tells and reading.is_alike(by.value, axes))):
-        (term, *_) = reading.form(by.value).sums
+    for by in (by for by in counts if not (tells and analysis.is_alike(by.value, axes))):
+        (term, *_) = analysis.form(by.value).sums
         text = f"{equation.name} of what a {name_of(term)} divides: each device may have another"
         return added(forms).because(Reason(text, equation.place))
     return added(forms)
 
 
-def _product(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     for place, other in enumerate(forms):
-        form, scalar = forms[1 - place], reading.scalar(equation.ins[place])
+        form, scalar = forms[1 - place], analysis.scalar(equation.ins[place])
         if not other.sums:
             scaled = [form.times(term.powers, term.guards) for term in other.terms]
             return added(scaled).because(*form.reasons, *other.reasons)
         if form.sums and scalar is not None:
-            return form.times(scalar, reading.guards_of(equation.ins[place])).because(*other.reasons)
+            return form.times(scalar, analysis.guards_of(equation.ins[place])).because(*other.reasons)
     return None
 
 
-def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     (form, by), value = forms, equation.ins[1]
     is_power = len(by.terms) == 1 and not by.sums
-    scalar = by.terms[0].powers if is_power else reading.scalar(value)
+    scalar = by.terms[0].powers if is_power else analysis.scalar(value)
     if scalar is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact):
-        guards = by.terms[0].guards if is_power else reading.guards_of(value)
+        guards = by.terms[0].guards if is_power else analysis.guards_of(value)
         return form.times(power(scalar, -1), guards).because(*by.reasons)
     if not by.sums or not jnp.issubdtype(value.aval.dtype, jnp.inexact):
         return None
     text, place = f"divided by a {name_of(by.sums[0])} and something else", by.sums[0].sources[0].place
     if value.aval.size > 1:
         text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
-    if value in reading.model:
+    if value in analysis.of_params:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
-    is_count = value.aval.size == 1 and value in reading.model and value not in reading.levels.moving
+    is_count = value.aval.size == 1 and value in analysis.of_params and value not in analysis.levels.differentiable
     return Form().because(*form.reasons, *by.reasons, Reason(text, place, True, unless_weighed=is_count))
 
 
-def _power(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    scalar = reading.scalar(equation.ins[0])
-    exponent = equation.single.params["y"] if equation.name == "integer_pow" else reading.literal(equation.ins[1])
+def _power(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    scalar = analysis.scalar(equation.ins[0])
+    exponent = equation.single.params["y"] if equation.name == "integer_pow" else analysis.literal(equation.ins[1])
     if scalar is None or exponent is None or exponent != int(exponent):
         return None
-    powers, guards = power(scalar, int(exponent)), reading.guards_of(equation.ins[0])
+    powers, guards = power(scalar, int(exponent)), analysis.guards_of(equation.ins[0])
     return Form((Term(powers, guards=guards),), forms[0].reasons)
 
 
-def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _largest(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """The larger of two: a small number keeps a denominator from zero."""
     for place, value in enumerate(equation.ins):
-        if reading.scalar(value) is not None and reading.is_small(equation.ins[1 - place], _least(reading, value)):
-            return _guarded(reading, equation, place, forms)
+        if analysis.scalar(value) is not None and analysis.is_small(equation.ins[1 - place], _least(analysis, value)):
+            return _guarded(analysis, equation, place, forms)
     return None
 
 
-def _smallest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _smallest(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """The smaller of two: a large number bounds a denominator that never reaches it."""
     for place, value in enumerate(equation.ins):
-        bound = reading.literal(equation.ins[1 - place])
-        if reading.scalar(value) is not None and bound is not None and bound >= LARGE:
-            return _guarded(reading, equation, place, forms)
+        bound = analysis.literal(equation.ins[1 - place])
+        if analysis.scalar(value) is not None and bound is not None and bound >= LARGE:
+            return _guarded(analysis, equation, place, forms)
     return None
 
 
-def _least(reading: Reading, value: Value) -> float:
+def _least(analysis: FormAnalysis, value: Value) -> float:
     """The largest number that keeps a sum from zero: 1 for a count; less for a mean, as a mask's is less than 1."""
-    return SMALL if reading.form(value).terms[0].powers else 1
+    return SMALL if analysis.form(value).terms[0].powers else 1
 
 
-def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _compared(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A comparison: with a number it may be the test of a guard. There is at least one row."""
-    if _asks_finite(reading, equation):
+    if _asks_finite(analysis, equation):
         tested = equation.ins[0]
-        reading.tests[equation.outs[0]] = Test(reading.same.get(tested, tested), 0, is_exact=False)
+        analysis.tests[equation.outs[0]] = Test(analysis.original(tested), 0, is_exact=False)
         return Form()
-    if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
+    if equation.name == "gt" and analysis.is_count(equation.ins[0]) and analysis.is_small(equation.ins[1], 0):
         return Form()
     for value, other, name in ((*equation.ins, equation.name), (*equation.ins[::-1], _TURNED[equation.name])):
-        if reading.scalar(value) is not None and reading.is_small(other, _least(reading, value)):
-            is_zero = reading.is_small(other, 0)
+        if analysis.scalar(value) is not None and analysis.is_small(other, _least(analysis, value)):
+            is_zero = analysis.is_small(other, 0)
             if is_zero or name not in ("eq", "ne"):
                 # The case of a sum that is not zero; and whether, among counts, only zero goes to the other case.
                 case, alone = int(name in ("gt", "ge", "ne")), is_zero != (name in ("ge", "lt"))
-                reading.tests[equation.outs[0]] = Test(reading.same.get(value, value), case, alone)
+                analysis.tests[equation.outs[0]] = Test(analysis.original(value), case, alone)
     return None
 
 
-def _asks_finite(reading: Reading, equation: Equation) -> bool:
+def _asks_finite(analysis: FormAnalysis, equation: Equation) -> bool:
     """Whether a comparison asks if a number is NaN or infinite, as the quotient of two empty sums."""
     a, b = equation.ins
     if a.aval.size != 1:
         return False
-    return (equation.name == "ne" and a is b) or (equation.name == "eq" and reading.literal(b) in (np.inf, -np.inf))
+    return (equation.name == "ne" and a is b) or (equation.name == "eq" and analysis.literal(b) in (np.inf, -np.inf))
 
 
 _TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
 
 
-def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _chosen(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A choice by row; or by a test whether a denominator is zero, if the other case is a number."""
-    test = reading.tests.get(equation.ins[0])
+    test = analysis.tests.get(equation.ins[0])
     if test is None:
-        return _linear(range(1, len(forms)))(reading, equation, forms)
-    left = [place for place, value in enumerate(equation.ins) if place and not reading.is_fixed(value)]
+        return _linear(range(1, len(forms)))(analysis, equation, forms)
+    left = [place for place, value in enumerate(equation.ins) if place and not analysis.is_fixed(value)]
     if len(left) != 1 or left[0] != 1 + test.case:
         return None
     value, form = equation.ins[left[0]], forms[left[0]]
     counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
-    is_count = reading.same.get(value, value) is test.tested
+    is_count = analysis.original(value) is test.tested
     if not (is_count or (test.tested in counts and test.is_exact)):
         return None
-    return _guarded(reading, equation, left[0], forms)
+    return _guarded(analysis, equation, left[0], forms)
 
 
-def _branched(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+def _branched(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A branch by a test whether a denominator is zero, if the other branch returns a number."""
     index, *operands = equation.ins
-    test = reading.tests.get(reading.orders.index(index))
+    test = analysis.tests.get(analysis.orders.index(index))
     if test is None or len(equation.single.params["branches"]) != 2 or len(equation.outs) != 1:
         return None
-    outputs = [reading.inside(pair, operands, equation) for pair in programs_inside(equation.single, equation.double)]
+    outputs = [analysis.inside(pair, operands, equation) for pair in programs_inside(equation.single, equation.double)]
     other, value = outputs[1 - test.case], outputs[test.case]
-    if other is None or value is None or not reading.is_fixed(other):
+    if other is None or value is None or not analysis.is_fixed(other):
         return None
-    form = reading.form(value)
+    form = analysis.form(value)
     counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
     return form if test.tested in counts and test.is_exact else None
 
 
-def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
+def _guarded(analysis: FormAnalysis, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
     """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form."""
     value = equation.ins[place]
-    if reading.scalar(value) is not None:
-        same = reading.same.get(value, value)
-        reading.same[equation.outs[0]] = same
-        reading.guard_of[equation.outs[0]] = reading.first(equation)
+    if analysis.scalar(value) is not None:
+        analysis.repeats[equation.outs[0]] = analysis.original(value)
+        analysis.guard_of[equation.outs[0]] = analysis.first(equation)
     return forms[place]
 
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from optax_accum._rows.rules import reshape as in_blocks
 from optax_accum._rows.traces import COUPLED, Rows
 
-Made = Mapping[Any, Any]  # from a value to the equation that makes it
+MadeBy = Mapping[Any, Any]  # from a value to the equation that makes it
 
 
-def of_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+def rewrite_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]] | None:
     """A gather or a scatter as a batched one, a function, and the values that it takes.
 
     None unless each row takes itself. `before`: the equations before it.
@@ -23,8 +23,8 @@ def of_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any
     operand, indices, *updates = equation.ins
     if COUPLED in (operand.axis, indices.axis):
         return None
-    made = {value: equation for equation in before for value in equation.outs}
-    numbers, columns = equation.single.params["dimension_numbers"], _columns(indices, made)
+    made_by = {value: equation for equation in before for value in equation.outs}
+    numbers, columns = equation.single.params["dimension_numbers"], _columns(indices, made_by)
     named, gone = (getattr(numbers, field) for field in _FIELDS[bool(updates)][:2])
     if numbers.operand_batching_dims or len(columns) != len(named):
         return None
@@ -32,7 +32,7 @@ def of_own_rows(equation: Any, before: Sequence[Any]) -> tuple[Callable[..., Any
         return None
     rows = columns[named.index(operand.axis)]
     others = [column for column in columns if column is not rows]
-    if not others or not _numbers_rows(rows, operand.aval.shape[operand.axis], equation.rows, made):
+    if not others or not _numbers_rows(rows, operand.aval.shape[operand.axis], equation.rows, made_by):
         return None
     along = _batched(numbers, operand.axis, indices.axis, _FIELDS[bool(updates)])
     return functools.partial(_run, equation, along), [operand, *updates, *others]
@@ -69,9 +69,9 @@ def _run(equation: Any, numbers: Any, operand: jax.Array, *others: jax.Array) ->
     return _SCATTERS[equation.name](operand, jnp.concatenate(columns, axis=-1), updates, numbers, **options)
 
 
-def _columns(indices: Any, made: Made) -> list[Any]:
+def _columns(indices: Any, made_by: MadeBy) -> list[Any]:
     """The indices along each axis, [..., 1], before they were concatenated; empty if they were not."""
-    equation = made.get(indices)
+    equation = made_by.get(indices)
     if (
         equation is None
         or equation.name != "concatenate"
@@ -86,13 +86,13 @@ def _holds(dtype: Any, number: int) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and number <= jnp.iinfo(dtype).max
 
 
-def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
+def _numbers_rows(value: Any, length: int, rows: Rows, made_by: MadeBy) -> bool:
     """Whether a value numbers the rows: row i is i, and it has as many rows as the axis that it indexes."""
-    equation = made.get(value)
+    equation = made_by.get(value)
     if equation is None or value.axis in (None, COUPLED) or not _holds(value.aval.dtype, length - 1):
         return False
     name, params = equation.name, equation.single.params
-    goes_on = functools.partial(_numbers_rows, length=length, rows=rows, made=made)
+    goes_on = functools.partial(_numbers_rows, length=length, rows=rows, made_by=made_by)
     if name == "iota":
         return params["dimension"] == value.axis and value.aval.shape[value.axis] == length
     if name in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -100,7 +100,7 @@ def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
             return False
         return value.aval.shape[value.axis] == length and goes_on(equation.ins[0])
     if name == "select_n":  # index + length, if an index is negative
-        test = made.get(equation.ins[0])
+        test = made_by.get(equation.ins[0])
         if test is None or test.name != "lt" or getattr(test.ins[1], "number", None) != 0:
             return False
         return goes_on(test.ins[0]) and goes_on(equation.ins[1])

@@ -15,11 +15,11 @@ from jax.extend import core
 from optax_accum._core import compilers, evaluation
 from optax_accum._core.equations import operands
 from optax_accum._rows import locality
-from optax_accum._rows.own_rows import of_own_rows
+from optax_accum._rows.own_rows import rewrite_own_rows
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
-from optax_accum._rows.running_sums import of_running_sums
-from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, sort_of, view_of
+from optax_accum._rows.running_sums import rewrite_running_sums
+from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, axis_of, pair_key, view_of
 
 
 def paired(single: Any, double: Any, rows: Rows, caller: Equation | None = None) -> Program:
@@ -98,7 +98,7 @@ class _Pairing:
             return False
         outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view_of(a, b, self.rows).outs, strict=True)]
         equation = Equation(a, b, ins, outs, self.rows, caller)
-        rewritten = of_own_rows(equation, self.equations) or of_running_sums(equation)
+        rewritten = rewrite_own_rows(equation, self.equations) or rewrite_running_sums(equation)
         if rewritten is not None:
             fun, values = rewritten
             single, double = (jax.make_jaxpr(fun)(*(_type(v, self.rows, size) for v in values)) for size in self.rows)
@@ -152,7 +152,7 @@ class _Pairing:
 
 def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any], bool]]:
     """Yields the equations of two programs: one of each where they are a pair, else all between two pairs."""
-    ours, others = list(map(sort_of, single.eqns)), list(map(sort_of, double.eqns))
+    ours, others = list(map(pair_key, single.eqns)), list(map(pair_key, double.eqns))
     blocks = [("equal", 0, len(ours), 0, len(others))]
     if ours != others:
         blocks = difflib.SequenceMatcher(None, ours, others, autojunk=False).get_opcodes()

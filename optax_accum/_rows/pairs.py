@@ -1,7 +1,7 @@
 """Values for each pair of rows that are sums of values of single rows: `f[:, None] + g[None]`.
 
 The mean over all pairs of such a sum is the mean of `f` plus that of `g`: rows are compared with all rows, and nothing
-comes of it. A value is kept as its parts, by the axis along which each has its rows, as long as what follows is linear.
+comes of it. A value is kept as its summands, by the axis along which each has its rows, as long as linear steps follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +16,22 @@ from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
 from optax_accum._rows.traces import COUPLED
 
-Parts = dict[int | None, Form]  # by the axis of rows; None: the same for all pairs
+Summands = dict[int | None, Form]  # by the axis of rows; None: the same for all pairs
 
 
 class Pairs:
-    """The values of a program that are sums of parts; of some the parts are not known, as a reshape mixes pairs."""
+    """The values of a program that are sums of values of single rows; None where a reshape mixes pairs."""
 
     def __init__(self, orders: Orders, form_of: Callable[[Value], Form]):
         self.orders, self.form_of = orders, form_of
-        self.parts: dict[Value, Parts | None] = {}
+        self.summands: dict[Value, Summands | None] = {}
 
     def read(self, equation: Equation) -> bool:
-        """Notes the result of an operation that is linear in parts; False if the operation is none."""
+        """Notes the result of an operation that is linear in summands; False if the operation is none."""
         if equation.differs or len(equation.outs) != 1:
             return False
         (result,), rows = equation.outs, [place for place, v in enumerate(equation.ins) if not self._is_shared(v)]
-        if self.parts.keys().isdisjoint(equation.ins) and not self._begins(equation, rows):
+        if self.summands.keys().isdisjoint(equation.ins) and not self._begins(equation, rows):
             return False
         if rows and self.orders.neutral.issuperset(equation.ins[place] for place in rows):
             return False
@@ -39,7 +39,7 @@ class Pairs:
             return False
         if not any(set(rows) <= set(group) for group in known(equation.name).linear_groups(equation.single)):
             return False
-        self.parts[result] = self._of(equation, rows)
+        self.summands[result] = self._of(equation, rows)
         return True
 
     def _begins(self, equation: Equation, rows: Sequence[int]) -> bool:
@@ -51,22 +51,22 @@ class Pairs:
 
     def _is_shared(self, value: Value) -> bool:
         """Whether all rows, or pairs, have the same of a value."""
-        if value in self.parts:
-            return set(self.parts[value] or ()) == {None}
+        if value in self.summands:
+            return set(self.summands[value] or ()) == {None}
         return value.axis is None or value in self.orders.alike
 
     def _is_sum(self, value: Value) -> bool:
         """Whether a value is a sum of values of single rows; no row decides a constant matrix."""
         is_of_rows = value.axis != COUPLED and self.orders.order(value) == OWN and not self.form_of(value).sums
-        return value in self.parts or value in self.orders.neutral or is_of_rows
+        return value in self.summands or value in self.orders.neutral or is_of_rows
 
-    def _of(self, equation: Equation, rows: Sequence[int]) -> Parts | None:
-        operands: list[Parts] = []
+    def _of(self, equation: Equation, rows: Sequence[int]) -> Summands | None:
+        operands: list[Summands] = []
         for place, value in enumerate(equation.ins):
-            parts = self.parts.get(value)
-            if parts is None and place in rows and (value in self.parts or value.axis == COUPLED):
+            summands = self.summands.get(value)
+            if summands is None and place in rows and (value in self.summands or value.axis == COUPLED):
                 return None
-            operands.append(parts or {value.axis if place in rows else None: self.form_of(value)})
+            operands.append(summands or {value.axis if place in rows else None: self.form_of(value)})
         rule = _RULES.get(equation.name)
         n, m = equation.rows
         of_result, of_double = (each.outvars[0].aval.shape for each in (equation.single, equation.double))
@@ -79,38 +79,38 @@ def _growing_result(equation: Equation) -> list[int]:
     return growing(equation.single.outvars[0], equation.double.outvars[0])
 
 
-def _sum(equation: Equation, operands: Sequence[Parts]) -> Parts:
-    axes = dict.fromkeys(axis for parts in operands for axis in parts)
-    return {axis: added(parts[axis] for parts in operands if axis in parts) for axis in axes}
+def _sum(equation: Equation, operands: Sequence[Summands]) -> Summands:
+    axes = dict.fromkeys(axis for summands in operands for axis in summands)
+    return {axis: added(summands[axis] for summands in operands if axis in summands) for axis in axes}
 
 
-def _same(equation: Equation, operands: Sequence[Parts]) -> Parts | None:
+def _same(equation: Equation, operands: Sequence[Summands]) -> Summands | None:
     is_inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*equation.ins, *equation.outs)]
     return None if is_inexact == [True, False] else operands[0]
 
 
-def _scaled(equation: Equation, operands: Sequence[Parts]) -> Parts | None:
+def _scaled(equation: Equation, operands: Sequence[Summands]) -> Summands | None:
     """A product with a power of the number of rows, or with a number; or a quotient."""
     sign = -1 if equation.name == "div" else 1
-    by, parts = sorted(operands, key=lambda parts: set(parts) != {None}) if sign > 0 else operands[::-1]
+    by, summands = sorted(operands, key=lambda summands: set(summands) != {None}) if sign > 0 else operands[::-1]
     if set(by) != {None} or by[None].sums or len(by[None].terms) != 1:
         return None
     if sign < 0 and not jnp.issubdtype(equation.outs[0].aval.dtype, jnp.inexact):
         return None
     (term,), reasons = by[None].terms, by[None].reasons
     powers = power(term.powers, sign)
-    return {axis: form.times(powers, term.guards).because(*reasons) for axis, form in parts.items()}
+    return {axis: form.times(powers, term.guards).because(*reasons) for axis, form in summands.items()}
 
 
-def _moved(to: Callable[[Equation], Mapping[int, int]]) -> Callable[[Equation, Sequence[Parts]], Parts]:
-    def rule(equation: Equation, operands: Sequence[Parts]) -> Parts:
+def _moved(to: Callable[[Equation], Mapping[int, int]]) -> Callable[[Equation, Sequence[Summands]], Summands]:
+    def rule(equation: Equation, operands: Sequence[Summands]) -> Summands:
         axes: Mapping[Any, Any] = {None: None, **to(equation)}
         return {axes[axis]: form for axis, form in operands[0].items()}
 
     return rule
 
 
-def _reduced(equation: Equation, operands: Sequence[Parts]) -> Parts:
+def _reduced(equation: Equation, operands: Sequence[Summands]) -> Summands:
     """A sum over axes: a part adds up over its rows, and as often as there are rows along each other axis."""
     over = equation.single.params["axes"]
     rows = set(over).intersection(growing(equation.single.invars[0], equation.double.invars[0]))
@@ -124,7 +124,7 @@ def _reduced(equation: Equation, operands: Sequence[Parts]) -> Parts:
     return {axis: added(forms) for axis, forms in found.items()}
 
 
-_RULES: dict[str, Callable[[Equation, Sequence[Parts]], Parts | None]] = {
+_RULES: dict[str, Callable[[Equation, Sequence[Summands]], Summands | None]] = {
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
     **dict.fromkeys(("neg", "copy", "convert_element_type", "stop_gradient"), _same),
     **dict.fromkeys(("mul", "div"), _scaled),

@@ -91,7 +91,7 @@ register("dot_general", local=rules.dot, partial=Reduction(rules.contracted, par
 register(
     "conv_general_dilated",
     local=rules.convolution,
-    partial=Reduction(rules.of_kernel, part=_convolved),
+    partial=Reduction(rules.sums_to_kernel, part=_convolved),
     linear=PRODUCT,
 )
 register("triangular_solve", local=rules.leading_axes(2), linear=((1,),))

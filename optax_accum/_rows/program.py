@@ -1,7 +1,8 @@
-"""A loss traced for n rows and for 2 n, as one list of equations whose values know their axes of rows."""
+"""Two traces of a loss as one list of equations whose values know their axes of rows: of [4, 3] and [8, 3], axis 0."""
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class Number(Value):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """An equation, for n rows (`single`) and for 2 n (`double`); `caller` is the call, or the loop, that holds it."""
+    """An equation, for n rows (`single`) and for 2 n (`double`); `caller`: the jit or scan around it."""
 
     single: Any
     double: Any
@@ -80,6 +81,11 @@ class Program:
     equations: Sequence[Equation]
     outputs: Sequence[Value]
     rows: Rows
+
+    @functools.cached_property
+    def made_by(self) -> dict[Value, Equation]:
+        """From each value to the equation that makes it."""
+        return {value: equation for equation in self.equations for value in equation.outs}
 
     @property
     def units(self) -> int:

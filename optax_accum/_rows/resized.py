@@ -81,7 +81,7 @@ def _shardings(single: Any, double: Any, some: Some) -> dict[str, Any]:
     if axis in (None, COUPLED):
         return {}
     rows = some.size if some.real is None else 1
-    return {key: compilers.cuttable_sharding(sharding, axis, rows) for key, sharding in named.items()}
+    return {key: compilers.splittable_sharding(sharding, axis, rows) for key, sharding in named.items()}
 
 
 def _resized(single: Any, double: Any, some: Some) -> Any:
@@ -160,12 +160,12 @@ def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some:
     called = jax.custom_jvp(lambda *values: fun(values))
 
     def derivative(primals: Values, tangents: Values) -> tuple[Values, Values]:
-        moves = [not _is_zero(tangent) and is_inexact(tangent) for tangent in tangents]
-        traces = derivatives.derivative_of(single, double, derivatives.forward, moves)
+        perturbed = [not _is_zero(tangent) and is_inexact(tangent) for tangent in tangents]
+        traces = derivatives.derivative_of(single, double, derivatives.forward, perturbed)
         if some.size != some.rows[0] and not locality.are_local(*traces, some.rows, asks_rules=False):
             raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
-        moving = (tangent for tangent, moves_ in zip(tangents, moves, strict=True) if moves_)
-        outs = run(*traces, some, [*primals, *moving])
+        changed = (tangent for tangent, is_perturbed in zip(tangents, perturbed, strict=True) if is_perturbed)
+        outs = run(*traces, some, [*primals, *changed])
         half = len(single.outvars)
         return outs[:half], outs[half:]
 
@@ -173,14 +173,14 @@ def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some:
     return called
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["real", "values"], meta_fields=["moves"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["real", "values"], meta_fields=["perturbed"])
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """What a backward pass needs: its operands, and which of them a derivative moves."""
+    """What a backward pass needs: its operands, and which of them a derivative perturbs."""
 
     real: Any
     values: Values
-    moves: tuple[bool, ...]
+    perturbed: tuple[bool, ...]
 
 
 def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
@@ -189,17 +189,17 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
 
     def forward(real: Any, *primals: Any) -> tuple[Values, _Kept]:
         values = [primal.value for primal in primals]
-        moves = tuple(primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact) for primal in primals)
-        return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, moves)
+        perturbed = tuple(primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact) for primal in primals)
+        return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, perturbed)
 
     def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
         takes = [is_inexact(var.aval) and not _is_zero(ct) for ct, var in zip(cotangents, single.outvars, strict=True)]
-        traces = derivatives.derivative_of(single, double, derivatives.backward, kept.moves, takes)
+        traces = derivatives.derivative_of(single, double, derivatives.backward, kept.perturbed, takes)
         if some.size != some.rows[0] and not locality.adds_up(*traces, some.rows):
             raise ValueError("The derivative rule of a function does not treat rows one by one if other operands move.")
         given = [ct for ct, is_taken in zip(cotangents, takes, strict=True) if is_taken]
         grads = iter(_added_up(*traces, some._replace(real=kept.real), [*kept.values, *given]))
-        return (None, *(next(grads) if moves else None for moves in kept.moves))
+        return (None, *(next(grads) if is_perturbed else None for is_perturbed in kept.perturbed))
 
     called.defvjp(forward, backward, symbolic_zeros=True)
     return functools.partial(called, some.real)

@@ -237,7 +237,7 @@ def contracted(view: View) -> bool:
     return both and left_summed.index(left) == right_summed.index(right)
 
 
-def of_kernel(view: View) -> bool:
+def sums_to_kernel(view: View) -> bool:
     """A convolution over rows, the gradient of a kernel: rows are the features over which it adds."""
     numbers = view.params["dimension_numbers"]
     return (view.ins[0], view.ins[1]) == (numbers.lhs_spec[1], numbers.rhs_spec[1]) and (

@@ -31,7 +31,7 @@ class Carried(NamedTuple):
     added: Sequence[Any] = ()
 
 
-def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[Any]] | None:
+def rewrite_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[Any]] | None:
     """A scan over rows as a function, and the values that it takes; None unless it adds to all that it carries."""
     single, double = equation.single, equation.double
     if equation.name != "scan" or single.params["length"] == double.params["length"] or single.effects:
@@ -43,7 +43,7 @@ def of_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[A
         return None
     if not _are_small(single, consts, carried):
         return None
-    if not locality.are_free(single.params["jaxpr"], double.params["jaxpr"], equation.rows):
+    if not locality.are_rowless(single.params["jaxpr"], double.params["jaxpr"], equation.rows):
         return None
     shapes = [value.aval.shape for value in equation.ins]
     starts, rows = shapes[consts : consts + carried], shapes[consts + carried :]
@@ -70,29 +70,29 @@ def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
     body, held = compilers.opened(scan.params["jaxpr"])
     results = list(range(len(body.outvars)))
 
-    def of_rows(wanted: Sequence[int]) -> list[Any]:
+    def run_rows(wanted: Sequence[int]) -> list[Any]:
         """The sums, and the other results, at these places among the results of the loop."""
 
-        def of_row(row: Sequence[Any]) -> list[Any]:
+        def run_row(row: Sequence[Any]) -> list[Any]:
             found = _evaluated(body, held, [*fixed, *map(Carried, range(carried)), *row], wanted)
             return [added(value, place, body.outvars[place].aval) for place, value in zip(wanted, found, strict=True)]
 
         def summed(value: Any, place: int) -> Any:
             return value if place >= carried else start[place] + jnp.sum(value, 0, dtype=start[place].dtype)
 
-        return list(map(summed, jax.lax.map(of_row, list(rows)), wanted))
+        return list(map(summed, jax.lax.map(run_row, list(rows)), wanted))
 
-    def added(value: Any, place: int, kind: Any) -> Any:
+    def added(value: Any, place: int, aval: Any) -> Any:
         if isinstance(value, Carried) != (place < carried) or (place < carried and value.place != place):
             raise NotASumError
-        return sum(value.added, jnp.zeros(kind.shape, kind.dtype)).astype(kind.dtype) if place < carried else value
+        return sum(value.added, jnp.zeros(aval.shape, aval.dtype)).astype(aval.dtype) if place < carried else value
 
     # A count of tokens, which takes no parameters, is a loop of its own: the batch alone decides it.
     of_batch = [place for place in results if not _reads(body, place, body.invars[:consts])]
     others = [place for place in results if place not in of_batch]
     found = {}
     for wanted in filter(None, (of_batch, others)):
-        found.update(zip(wanted, of_rows(wanted), strict=True))
+        found.update(zip(wanted, run_rows(wanted), strict=True))
     return [found[place] for place in results]
 
 
@@ -119,12 +119,12 @@ def _evaluated(
     wanted = range(len(program.outvars)) if wanted is None else wanted
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
     for equation in _needed(program, wanted)[0]:
-        found = _of_equation(equation, list(map(read, equation.invars)))
+        found = _evaluate_equation(equation, list(map(read, equation.invars)))
         env.update(zip(equation.outvars, found, strict=True))
     return [read(program.outvars[place]) for place in wanted]
 
 
-def _of_equation(equation: Any, values: list[Any]) -> Sequence[Any]:
+def _evaluate_equation(equation: Any, values: list[Any]) -> Sequence[Any]:
     carried = [value for value in values if isinstance(value, Carried)]
     if not carried:
         return evaluation.bind(equation, values)

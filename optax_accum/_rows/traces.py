@@ -44,7 +44,7 @@ class View(NamedTuple):
       outs: the axis of rows of each result; None without rows.
       rows: n and 2 n.
       asks_rules: whether derivatives that users wrote must be local, too.
-      moves: which operands a derivative moves; None if that is not known.
+      perturbed: which operands a derivative perturbs; None if that is not known.
     """
 
     single: Any
@@ -53,7 +53,7 @@ class View(NamedTuple):
     outs: Sequence[Axis]
     rows: Rows
     asks_rules: bool = True
-    moves: Sequence[bool] | None = None
+    perturbed: Sequence[bool] | None = None
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ def view_of(single: Any, double: Any, rows: Rows, asks_rules: bool = True) -> Vi
     )
 
 
-def sort_of(equation: Any) -> tuple[Any, ...]:
+def pair_key(equation: Any) -> tuple[Any, ...]:
     """What two equations must share to be a pair: the primitive, and how many operands, branches and axes there are."""
     ranks = tuple(len(getattr(var.aval, "shape", ())) for var in (*equation.invars, *equation.outvars))
     return equation.primitive.name, len(equation.invars), len(equation.params.get("branches", ())), ranks
@@ -151,7 +151,7 @@ def in_step(single: Any, double: Any) -> Iterator[tuple[Any, Any]]:
         raise OtherProgramError("it takes or returns other arrays")
     check(single.invars, double.invars)
     for a, b in zip(single.eqns, double.eqns, strict=False):
-        if sort_of(a) != sort_of(b):
+        if pair_key(a) != pair_key(b):
             raise OtherProgramError(
                 f"at {place_of(a)} it has {a.primitive.name}, and for twice as many rows {b.primitive.name}"
             )

@@ -16,9 +16,9 @@ from optax_accum._core import compilers
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The `number` units of a device, dealt out to `microbatches` micro-batches of `size` units each."""
+    """The `count` units of a device, dealt out to `microbatches` micro-batches of `size` units each."""
 
-    number: int
+    count: int
     microbatches: int
     block: int = 1  # the rows of a unit
     devices: int = 1
@@ -26,7 +26,7 @@ class Units:
 
     @property
     def size(self) -> int:
-        return -(-self.number // self.microbatches)
+        return -(-self.count // self.microbatches)
 
     @property
     def rows(self) -> int:
@@ -36,7 +36,7 @@ class Units:
     @property
     def fills(self) -> bool:
         """Whether some micro-batches are filled up with copies."""
-        return self.size * self.microbatches != self.number
+        return self.size * self.microbatches != self.count
 
     def interleaved(self, leaf: jax.Array, axis: int) -> jax.Array:
         """All rows, with the micro-batch's index as the second axis: [size, microbatches, block, ...]."""
@@ -44,55 +44,51 @@ class Units:
         return compilers.reshaped(rows, self.size, self.microbatches, *rows.shape[1:])
 
     def first(self, leaf: jax.Array, axis: int) -> jax.Array:
-        """All rows, with their units first: [number, block, ...]."""
+        """All rows, with their units first: [count, block, ...]."""
         rows = jnp.moveaxis(leaf, axis, 0)
-        return compilers.reshaped(rows, self.number, rows.shape[0] // self.number, *rows.shape[1:])
+        return compilers.reshaped(rows, self.count, rows.shape[0] // self.count, *rows.shape[1:])
 
     def filled(self, rows: jax.Array) -> jax.Array:
-        """Appends copies of the first units [number, ...], which fill up the last micro-batches."""
-        return jnp.concatenate([rows, rows[: self.size * self.microbatches - self.number]]) if self.fills else rows
+        """Appends copies of the first units [count, ...], which fill up the last micro-batches."""
+        return jnp.concatenate([rows, rows[: self.size * self.microbatches - self.count]]) if self.fills else rows
 
     def along(self, rows: jax.Array, axis: int) -> jax.Array:
         """The inverse of `first`, for some units."""
         return jnp.moveaxis(_joined(rows, 0), 0, axis)
 
-    def part(self, interleaved: jax.Array, axis: int, index: Any) -> jax.Array:
+    def micro_batch(self, interleaved: jax.Array, axis: int, index: Any) -> jax.Array:
         """The rows of one micro-batch, back along their axis."""
         rows = jax.lax.dynamic_index_in_dim(interleaved, index, axis=1, keepdims=False)
         return self.along(compilers.on_device(rows), axis)
 
-    def cut(self, leaf: jax.Array, axis: int) -> jax.Array:
+    def split(self, leaf: jax.Array, axis: int) -> jax.Array:
         """All rows as micro-batches [k, ...], each with its rows along `axis`."""
         rows = jnp.moveaxis(self.interleaved(leaf, axis), 1, 0)
         return jnp.moveaxis(_joined(rows, 1), 1, axis + 1)
 
     def joined(self, parts: jax.Array, axis: int) -> jax.Array:
-        """The inverse of `cut`."""
+        """The inverse of `split`."""
         rows = jnp.moveaxis(parts, axis + 1, 1)
         rows = compilers.reshaped(rows, self.microbatches, self.size, rows.shape[1] // self.size, *rows.shape[2:])
-        return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.number], axis)
+        return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.count], axis)
 
-    def share(self, numbers: jax.Array, leaf: Any) -> Any:
+    def share(self, indices: jax.Array, leaf: Any) -> Any:
         """The share that a micro-batch of these units has of a term of all rows of all devices."""
-        return leaf * (jnp.sum(numbers < self.number) / (self.number * self.devices)).astype(jnp.result_type(leaf))
+        return leaf * (jnp.sum(indices < self.count) / (self.count * self.devices)).astype(jnp.result_type(leaf))
 
-    def of_part(self, index: Any) -> jax.Array:
-        """The indices of one micro-batch's units; units from `number` on count for nothing."""
-        return index + self.microbatches * jnp.arange(self.size)
+    def indices(self, microbatch: Any) -> jax.Array:
+        """The indices of one micro-batch's units; units from `count` on count for nothing."""
+        return microbatch + self.microbatches * jnp.arange(self.size)
 
-    def chosen(self, leaf: jax.Array, axis: int, units: jax.Array) -> jax.Array:
-        """The rows of these units, of the rows of all devices."""
-        return jnp.take(leaf, self.places(units, leaf.shape[axis]), axis=axis, mode="clip")
-
-    def counts(self, units: jax.Array, length: int) -> jax.Array:
+    def are_real(self, units: jax.Array, length: int) -> jax.Array:
         """Whether each row of these units, `length` along an axis, is in the batch: a bool [length]."""
-        return jnp.repeat(units < self.number, length // len(units), total_repeat_length=length)
+        return jnp.repeat(units < self.count, length // len(units), total_repeat_length=length)
 
     def places(self, units: jax.Array, length: int) -> jax.Array:
         """The index of each row of these units along an axis of `length` entries, over all devices."""
-        block = length // (self.devices * self.number)
-        first = self.device * self.number
-        return ((first + units % self.number)[:, None] * block + jnp.arange(block)[None]).reshape(-1)
+        block = length // (self.devices * self.count)
+        first = self.device * self.count
+        return ((first + units % self.count)[:, None] * block + jnp.arange(block)[None]).reshape(-1)
 
 
 def _joined(leaf: jax.Array, axis: int) -> jax.Array:

@@ -39,7 +39,7 @@ class Course:
         known |= dict(zip(jaxpr.constvars, of_consts or [False] * len(jaxpr.constvars), strict=True))
         read = lambda atom: not isinstance(atom, core.Literal) and known[atom]
         for equation in jaxpr.eqns:
-            rule = _RULES.get(equation.primitive.name, _of_rule if rules.has_rule(equation) else _other)
+            rule = _RULES.get(equation.primitive.name, _follow_rule if rules.has_rule(equation) else _other)
             known.update(zip(equation.outvars, rule(self, equation, list(map(read, equation.invars))), strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -91,7 +91,7 @@ def _cond(course: Course, equation: Any, differ: Differ) -> Differ:
     return course.decide(equation) if differ[0] else [any(each) for each in zip(*outs, strict=True)]
 
 
-def _of_rule(course: Course, equation: Any, differ: Differ) -> Differ:
+def _follow_rule(course: Course, equation: Any, differ: Differ) -> Differ:
     """A function with a derivative of the user's own, in which loops and branches may stand, too."""
     derivative = lambda values: rules.differentiated(equation, values)
     outs, before = _other(course, equation, differ), len(course.decided)

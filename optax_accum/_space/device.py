@@ -1,4 +1,4 @@
-"""A device as the function that a space runs sees it: its rows, its key, its partial sums."""
+"""One of 8 devices as the function that a space runs sees it: an eighth of the rows, a key of its own, partial sums."""
 
 import dataclasses
 import functools
@@ -138,16 +138,16 @@ class Device:
         """The value, with this device's part of a cotangent that all devices have alike."""
         return _with_cotangent(self.part, value)
 
-    def same(self, tree: Tree) -> Tree:
+    def from_first(self, tree: Tree) -> Tree:
         """The values of the first device, with types that tell that they are the same on all devices."""
-        return jax.tree.map(self._of_first, tree) if self.axes else tree
+        return jax.tree.map(self._from_first, tree) if self.axes else tree
 
-    def _of_first(self, leaf: Any) -> Any:
+    def _from_first(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(self._of_first(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(self._from_first(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if leaf.dtype == bool:
-            return self._of_first(leaf.astype(jnp.int32)).astype(bool)
+            return self._from_first(leaf.astype(jnp.int32)).astype(bool)
         return jax.lax.psum(jnp.where(self.index == 0, leaf, jnp.zeros_like(leaf)), self.axes)
 
     def total(self, value: Any) -> Any:
@@ -212,7 +212,7 @@ class Device:
 
     def check_loss(self, loss: Traced, types: Sequence[Any]) -> None:
         """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""
-        same = not any(mapped.differs(kind, self.axes) for kind in types)
+        same = not any(mapped.differs(aval, self.axes) for aval in types)
         if same and self.communicates(loss) and mapped.types_track_devices(self.axes):
             raise ValueError(
                 f"With devices, the loss must be that of each device's own rows: here it is the same on all "

@@ -1,4 +1,4 @@
-"""The devices of gradients: the option `devices`, and errors where a state or gradients do not fit them."""
+"""The option `devices`, `Devices("data", to=shardings)` say, and errors where a state or gradients do not fit it."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The ending of a window: its last backward pass adds each sum over the devices while matrix products go on."""
+"""The ending of a window: its last backward pass adds a layer's sum over the devices while it computes the next."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""`jax.shard_map` over some axes of a mesh, the others left to the partitioner."""
+"""`jax.shard_map` over some axes of a mesh, "data" say; the others, "model" say, are left to the partitioner."""
 
 import contextlib
 import functools
@@ -132,7 +132,7 @@ def check_nested(loss: Traced, axes: Axes) -> None:
     """
     if not any(equation.primitive.name == "shard_map" for equation in loss.equations):
         return
-    types = [evaluation.varying_type(kind, axes) for kind in loss.program.in_avals]
+    types = [evaluation.varying_type(aval, axes) for aval in loss.program.in_avals]
     for equation in all_equations(with_backward_pass(loss.program, types).jaxpr):
         if equation.primitive.name == "shard_map" and any(
             set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec

@@ -1,4 +1,4 @@
-"""The mesh: its axes, and how a leaf is sharded over them."""
+"""The mesh: its axes, and how a leaf is sharded over them: a kernel over "model", its partial sums over "data", too."""
 
 import contextlib
 import math
@@ -148,7 +148,7 @@ def check_divisible(to: Tree, params: Tree) -> None:
             )
 
 
-def cuttable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
+def splittable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
     """A leaf of a batch, gathered along its rows if Explicit axes cannot cut that many evenly."""
     spec = spec_of(leaf) or PartitionSpec()
     entry = spec[axis] if axis < len(spec) else None

@@ -149,12 +149,12 @@ def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str,
     names = [] if set(statistics.noise) == {ALL} else list(statistics.noise)
     for group in (None, *names):
 
-        def of_group(parts: Any) -> Any:
+        def group_of(parts: Any) -> Any:
             return sum(parts.values()) if group is None else parts[group]  # noqa: B023
 
         end = "" if group is None else f"/{group}"
-        scalars[f"gradient_norm{end}"] = jnp.sqrt(of_group(statistics.squares))
-        scalars[f"micro_gradient_norm{end}"] = jnp.sqrt(of_group(latest))
+        scalars[f"gradient_norm{end}"] = jnp.sqrt(group_of(statistics.squares))
+        scalars[f"micro_gradient_norm{end}"] = jnp.sqrt(group_of(latest))
         noise, signal, scale = noise_scale(statistics, group)
         scalars |= {f"gradient_noise{end}": noise, f"gradient_signal{end}": signal, f"noise_scale{end}": scale}
     return scalars

@@ -26,7 +26,7 @@ class Several(Space):
     """Partial sums on several devices, whose sum goes to all: inside a `jax.shard_map` (below), and over a mesh."""
 
     communicates = True
-    inside: Axes = ()  # the axes of the `jax.shard_map` that this runs in
+    manual_axes: Axes = ()  # the axes of the `jax.shard_map` that this runs in
 
     def __init__(self, devices: Devices):
         self.axes, self.dtype = devices.axes, devices.dtype
@@ -37,7 +37,7 @@ class Several(Space):
         check_num_devices(like)
         weight = checks.as_weight(weight, len(like))
         is_per_device = jnp.ndim(weight) or mapped.differs(weight, self.axes)
-        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if spread and not is_per_device else weight
+        part = weight / (len(like) * jax.lax.psum(1, self.manual_axes)) if spread and not is_per_device else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
     def like(self, grads: Tree) -> Tree:
@@ -64,7 +64,7 @@ class Several(Space):
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not dtypes.is_float0(leaf)]
-        # A device keeps a shard of a sum of others, too.
+        # A device's shard of a sum contains other devices' gradients: its own weight of 0 does not excuse a NaN.
         counts = True if isinstance(tree, Reduced) else weight != 0
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & counts
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
@@ -80,11 +80,11 @@ class Several(Space):
 
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
-        add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
+        add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.manual_axes)
         return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else add(leaf), sums)
 
-    def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
-        return inside(local(leaf, axis=0), self.inside)
+    def _extreme(self, local: Callable[..., Any], over_devices: Callable[..., Any], leaf: Any) -> Any:
+        return over_devices(local(leaf, axis=0), self.manual_axes)
 
     def _missing(self) -> str | None:
         """Why a backward pass cannot add gradients over the devices; None if it can."""
@@ -99,7 +99,7 @@ class InShardMap(Several):
 
     def __init__(self, devices: Devices):
         super().__init__(devices)
-        self.inside = self.axes
+        self.manual_axes = self.axes
         if self.dtype is not None and mapped.types_track_devices(self.axes):
             raise ValueError(
                 "Devices(dtype=) inside jax.shard_map needs check_vma=False: to JAX, what devices gather differs "
@@ -163,7 +163,7 @@ class Partial(Several):
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         return self.as_local(acc), {}
 
-    def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
+    def _extreme(self, local: Callable[..., Any], over_devices: Callable[..., Any], leaf: Any) -> Any:
         return self.as_local(leaf)
 
     def _missing(self) -> str | None:

@@ -1,6 +1,7 @@
 """A space: where partial sums live, and how they are added. This one has a single device.
 
-A *partial sum* is one device's part of a sum.
+A *partial sum* is one device's part of a sum: a row of an array [d, ...] over a mesh (`here`), or an array of its own
+in a `jax.shard_map` (`several`).
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class Space:
     def reduced(self, acc: Tree | Reduced) -> tuple[Tree, dict[str, Tree]]:
         """`(total, left)`: the sum over devices, placed as `Devices(to=)` asks.
 
-        A window's one reduction. `left` is the field of the state in which the accumulator lies, if the sum was written
-        into it; else it is empty.
+        A window's one reduction. `left` is {"acc_grads": buffer} if the sum was written into the accumulator's memory,
+        else {}.
         """
         return (self._joined(acc.sums), {}) if isinstance(acc, Reduced) else self._reduced(acc)
 

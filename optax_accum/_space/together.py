@@ -39,12 +39,12 @@ def together(
         return fun
     others = tuple(axis for axis in manual if axis not in axes)
 
-    def of_leaves(args: Any) -> list[bool]:
-        of_axes = jax.tree.leaves(differ(*args)) if axes else [False] * len(jax.tree.leaves(args))
-        pairs = zip(of_axes, jax.tree.leaves(args), strict=True)
+    def flags_of(args: Any) -> list[bool]:
+        along_axes = jax.tree.leaves(differ(*args)) if axes else [False] * len(jax.tree.leaves(args))
+        pairs = zip(along_axes, jax.tree.leaves(args), strict=True)
         return [flag or may_differ(leaf, others) for flag, leaf in pairs if is_array(leaf)]
 
-    return _rewritten(manual, of_leaves, fun)
+    return _rewritten(manual, flags_of, fun)
 
 
 def _rewritten(axes: Axes, differ: Callable[[Any], list[bool]], fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ class Together:
         if not changes and not (any(inner_programs(equation)) and self._differ_more(equation, values)):
             return evaluation.bind(equation, values)
         name = equation.primitive.name
-        evaluate = _CALLS.get(name, _of_rule if rules.has_rule(equation) else None)
+        evaluate = _CALLS.get(name, _run_rule if rules.has_rule(equation) else None)
         if evaluate is not None:
             return evaluate(self, equation, evaluation.varying_together(values))
         if changes:
@@ -227,7 +227,7 @@ def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
     return [*result[0], *result[1]]
 
 
-def _of_rule(devices: Together, equation: Any, values: Values) -> Values:
+def _run_rule(devices: Together, equation: Any, values: Values) -> Values:
     differ = lambda args: [True for leaf in jax.tree.leaves(args) if is_array(leaf)]
     return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 

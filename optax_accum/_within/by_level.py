@@ -1,4 +1,8 @@
-"""A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows."""
+"""A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows.
+
+The gradient of a masked mean is one loop: the batch alone decides its cotangents, mask / sum(mask), before it begins.
+With BatchNorm one loop adds up a layer's mean, the next takes it; backward loops add up its cotangent, and take that.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,16 +16,16 @@ from optax_accum._core import compilers, convolutions, evaluation
 from optax_accum._core.folds import SUM
 from optax_accum._rows import derivatives, layers, resized
 from optax_accum._rows.division import ADDS
-from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels, Loop
 from optax_accum._rows.places import explained
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
-from optax_accum._within import loops, partial, shared
+from optax_accum._within import loops, shared
 from optax_accum._within.fold import NOTHING, Result, Sampled, folded
-from optax_accum._within.some_rows import evaluate_some, followed, of_rows, read
-from optax_accum._within.store import Store, axis_of, has_own_rows, same
+from optax_accum._within.some_rows import evaluate_rows, evaluate_some, followed, part_of, read, reduction_of
+from optax_accum._within.store import Store, axis_of, has_own_rows
 
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
@@ -64,8 +68,8 @@ def _run_whole(equation: Equation, levels: Levels, store: Store) -> None:
         return
     values = [store.whole(value) for value in equation.ins]
     if _is_part_of_batch(equation, levels, store):
-        every = jnp.arange(store.units.number)
-        store.sums[equation.outs[0]] = partial.part_of(equation, store.units, values, every)
+        every = jnp.arange(store.units.count)
+        store.sums[equation.outs[0]] = part_of(equation, store.units, values, every)
         return
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
@@ -92,13 +96,13 @@ def _as_it_is(equation: Equation, values: list[Any]) -> Sequence[Any]:
 def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
     """Evaluates an equation for all rows, each device for its own; one that takes rows together gathers them."""
     units, device = store.units, store.device
-    every = jnp.arange(units.number)
+    every = jnp.arange(units.count)
     if kind is Kind.LOCAL:
-        local = functools.partial(of_rows, equation, units, numbers=every)
+        local = functools.partial(evaluate_rows, equation, units, indices=every)
         return _in_step(equation, local, device, values)
     if kind is Kind.PARTIAL:
-        part = partial.part_of(equation, units, values, every)
-        return [finished(equation, device.joined(partial.reduction_of(equation).fold, part), store)]
+        part = part_of(equation, units, values, every)
+        return [finished(equation, device.joined(reduction_of(equation).fold, part), store)]
     has_rule = derivatives.has_backward(equation)
     if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
@@ -119,19 +123,20 @@ def _is_of_widened(equation: Equation, store: Store) -> bool:
 
 def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
     """Whether an equation is a sum over the rows of several devices that the batch alone decides."""
-    if store.device.is_alone or levels.moving or levels.kinds[equation] is not Kind.PARTIAL:
+    if store.device.is_alone or levels.differentiable or levels.kinds[equation] is not Kind.PARTIAL:
         return False
-    return partial.reduction_of(equation).fold is SUM and not equation.name.startswith("scatter")
+    return reduction_of(equation).fold is SUM and not equation.name.startswith("scatter")
 
 
 def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:
     """Whether an equation is linear in sums of which each device has a part: then it need not be added over devices."""
     parts = [value for value in equation.ins if value in store.sums]
-    if not parts or levels.moving or len(equation.outs) != 1:
+    if not parts or levels.differentiable or len(equation.outs) != 1:
         return False
     if equation.name in ADDS:
-        kinds = [value.aval for value in (*equation.ins, *equation.outs)]
-        return len({kind.shape for kind in kinds}) == 1 and all(jnp.issubdtype(k.dtype, jnp.inexact) for k in kinds)
+        avals = [value.aval for value in (*equation.ins, *equation.outs)]
+        are_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+        return are_inexact and len({aval.shape for aval in avals}) == 1
     return layers.follows(equation, set(parts), layers.Zeros())
 
 
@@ -145,11 +150,11 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
     rows, totals = results_of(loop, levels, store)
 
     def given(value: Value, result: jax.Array) -> jax.Array:
-        return result if value in levels.moving or not levels.moving else jax.lax.stop_gradient(result)
+        return result if value in levels.differentiable or not levels.differentiable else jax.lax.stop_gradient(result)
 
     store.slices.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
     for (value, fold), total in zip(loop.sums.items(), totals, strict=True):
-        if fold is SUM and not levels.moving and value not in loop.onto:
+        if fold is SUM and not levels.differentiable and value not in loop.onto:
             store.sums[value] = total
             continue
         total = store.device.joined(fold, total)
@@ -162,19 +167,21 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     """Runs a loop over the micro-batches; returns the rows that it keeps [k, ...], and its sums over all rows here."""
     units = store.units
     takes = [value for value in loop.takes if not isinstance(value, Number)]
-    free = [value for value in takes if value.axis is None and value not in levels.moving]
-    fixed = [value for value in takes if value.axis is None and value in levels.moving]
-    moving = [value for value in takes if value.axis is not None and value in levels.model]
-    still = [value for value in takes if value.axis is not None and value not in levels.model]
-    interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in still]
-    constants = [store.whole(value) for value in free]
-    wide = list(map(store.shared, fixed))
+    constant = [value for value in takes if value.axis is None and value not in levels.differentiable]
+    shared_values = [value for value in takes if value.axis is None and value in levels.differentiable]
+    kept_rows = [value for value in takes if value.axis is not None and value in levels.of_params]
+    batch_rows = [value for value in takes if value.axis is not None and value not in levels.of_params]
+    interleaved = [units.interleaved(store.splittable(value), axis_of(value)) for value in batch_rows]
+    constants = [store.whole(value) for value in constant]
+    wide = list(map(store.shared, shared_values))
 
     def part(given: Any, wide: Any, index: Any, rows: list[Any]) -> list[Any]:
         constants, interleaved = given
-        env = dict(zip((*free, *fixed, *moving), (*constants, *shared.narrowed(wide), *rows), strict=True))
-        env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
-        return of_micro_batch(loop, levels, units, env, units.of_part(index))
+        env = dict(
+            zip((*constant, *shared_values, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True)
+        )
+        env |= {v: units.micro_batch(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
+        return run_micro_batch(loop, levels, units, env, units.indices(index))
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
         constants, interleaved = given
@@ -182,17 +189,15 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
 
     equations = [equation.single for equation in loop.equations]
     part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
-    given, xs = (constants, interleaved), [store.cut(value) for value in moving]
-    if levels.moving:
+    given, xs = (constants, interleaved), [store.split(value) for value in kept_rows]
+    if levels.differentiable:  # JAX differentiates a scan that stacks parts; else they are added in place, in the carry
         iteration = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
         return results[: len(loop.rows)], [fold.along(leaf, axis=0) for fold, leaf in found]
     sums = [store.asked.get(value, Result(fold)) for value, fold in loop.sums.items()]
     sampled = store.sampled if any(one.square is not None for one in sums) else NOTHING
-    results = [*[Result()] * len(loop.rows), *sums]
-    replaced = _replaced(loop, moving, xs)
-    results[: len(loop.rows)] = [Result(over=at) for at in replaced]
+    results = [*(Result(over=at) for at in _replaced(loop, kept_rows, xs)), *sums]
     found, samples = folded(
         lambda index, rows: part(given, wide, index, rows), xs, units.microbatches, results, sampled
     )
@@ -200,18 +205,18 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     return found[: len(loop.rows)], found[len(loop.rows) :]
 
 
-def _replaced(loop: Loop, moving: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
+def _replaced(loop: Loop, kept_rows: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
     """For each of the rows that a loop keeps, the array in whose place: of rows that it takes, and nothing after it."""
-    free = {at: _kind(value) for at, value in enumerate(moving) if value in loop.ends}
+    free = {at: _layout(value) for at, value in enumerate(kept_rows) if value in loop.ends}
     found: list[int | None] = []
     for value in loop.rows:
-        at = next((at for at, kind in free.items() if kind == _kind(value)), None)
+        at = next((at for at, layout in free.items() if layout == _layout(value)), None)
         found.append(at)
         free.pop(at, None)  # type: ignore[arg-type]
     return found
 
 
-def _kind(value: Value) -> Any:
+def _layout(value: Value) -> Any:
     return value.aval.shape, value.aval.dtype, value.axis, compilers.varying_axes(value.aval)
 
 
@@ -226,12 +231,12 @@ def _each(flag: bool, tree: Any) -> Any:
     return jax.tree.map(lambda _: flag, tree)
 
 
-def of_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], numbers: jax.Array) -> list[Any]:
+def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], indices: jax.Array) -> list[Any]:
     """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
 
-    `env` has the values that the loop takes; `numbers` counts the micro-batch's units.
+    `env` has the values that the loop takes; `indices` counts the micro-batch's units.
     """
-    evaluate_some(loop.equations, levels, units, env, numbers)
+    evaluate_some(loop.equations, levels, units, env, indices)
     return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
 
@@ -240,14 +245,14 @@ def of_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, An
 
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params, inner = equation.single.params, inside_layers(equation, levels)
+    params, inner = equation.single.params, body_levels(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])
     body = compilers.opened(params["jaxpr"])[0]
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
-    wide = shared.widened(list(fixed), [same] * consts)  # their gradients are sums over all iterations
+    wide = shared.widened(list(fixed), [shared.identity] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])

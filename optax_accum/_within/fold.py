@@ -53,17 +53,18 @@ def folded(
     samples, sample = sampled
     program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
-    kinds: list[Any] = list(program.out_avals)
-    for place, (kind, result) in enumerate(zip(kinds, results, strict=True)):
+    avals: list[Any] = list(program.out_avals)
+    for place, (aval, result) in enumerate(zip(avals, results, strict=True)):
         if result.fold is not None:
-            leaf = meshes.filled([], kind, result.fold.nothing(kind.dtype), result.dtype)
+            leaf = meshes.filled([], aval, result.fold.nothing(aval.dtype), result.dtype)
         else:
-            leaf = _empty(count, kind, xs, place) if result.over is None else xs[result.over]
-        start.append(evaluation.varying_as([leaf], [kind])[0])
+            leaf = _empty(count, aval, xs, place) if result.over is None else xs[result.over]
+        start.append(evaluation.varying_as([leaf], [aval])[0])
     places = {result.over: place for place, result in enumerate(results) if result.over is not None}
 
     def step(index: Any, state: Any, *, ends: bool = False) -> Any:
         index, (leaves, samples) = jnp.asarray(index, jnp.int32), state
+        # Rows are read from the array that is written: one from before the loop would have to be there as well.
         sources = [leaves[places[at]] if at in places else leaf for at, leaf in enumerate(xs)]
         rows = [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in sources]
         sums = [_sum(leaf, result, ends) for leaf, result in zip(leaves, results, strict=True)]
@@ -83,6 +84,7 @@ def folded(
     if not any(result.finish for result in results):
         return jax.lax.fori_loop(0, count, step, state)
     state = jax.lax.fori_loop(0, count - 1, step, state)
+    # The last micro-batch runs after the loop: what finishes a sum, an all-reduce, must run once, not for each of them.
     return step(*compilers.ready_together(jnp.int32(count - 1), state), ends=True)
 
 

@@ -1,4 +1,4 @@
-"""Which sums of a program are gradients, and the squares of what each micro-batch adds to them, for statistics."""
+"""For statistics: which sums of a program are gradients, and `|g_i|^2` of what micro-batch i adds to each."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,35 +26,34 @@ def sum_of(value: Value, levels: Levels) -> Value | None:
 
     None if it takes no sum.
     """
-    made = {each: equation for equation in levels.program.equations for each in equation.outs}
-    sums = sums_of(levels)
-    if not _takes(value, made, sums):
+    made_by, sums = levels.program.made_by, sums_of(levels)
+    if not _takes(value, made_by, sums):
         return None
-    while value not in sums and made[value].name in _SAME_ENTRIES:
-        value = made[value].ins[0]
+    while value not in sums and made_by[value].name in _SAME_ENTRIES:
+        value = made_by[value].ins[0]
     return value
 
 
 _SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshape", "rev", "squeeze", "transpose"])
 
 
-def _takes(value: Value, made: dict[Value, Equation], sources: set[Value]) -> bool:
+def _takes(value: Value, made_by: dict[Value, Equation], sources: set[Value]) -> bool:
     """Whether a value is made of one of the sources."""
     todo, seen = [value], set()
     while todo:
         value = todo.pop()
         if value in sources:
             return True
-        if value in made and value not in seen:
+        if value in made_by and value not in seen:
             seen.add(value)
-            todo += made[value].ins
+            todo += made_by[value].ins
     return False
 
 
 def rows_of(program: TracedCall) -> int:
     """The rows of all devices."""
     units = program.units
-    return units.number * units.block * units.devices
+    return units.count * units.block * units.devices
 
 
 def measured(
@@ -85,7 +84,7 @@ def measured(
         by_sum = dict(zip(order, parts, strict=True))
         pairs = zip(found, squares, strict=True)
         each = [square if value is None else by_sum[value] for value, square in pairs]
-        weight = jnp.sum(units.of_part(index) < units.number) * units.block
+        weight = jnp.sum(units.indices(index) < units.count) * units.block
         weight = weight.astype(dtypes.default_float())
         each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
         return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)

@@ -1,4 +1,4 @@
-"""The micro-batches of one call: the call of `fun` for each, in their order."""
+"""The micro-batches of one call: the call of `fun` for each, with its rows, its key and the carry of the one before."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Name, Tree
-from optax_accum._loss.parts import Parts
+from optax_accum._loss.parts import LossParts
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
 
@@ -30,8 +30,8 @@ class Alive(NamedTuple):
       local: micro-batches that run on this device.
       anywhere: micro-batches that run on any device. All devices run them, at least for the carry, which must
         stay the same on all.
-      all_devices_run: whether all devices run in full a micro-batch that any device runs: one that is not alive here
-        is left out of the sums.
+      all_devices_run: whether a collective may force every device to run every micro-batch; one that is not alive
+        here is left out of the sums.
     """
 
     local: Flags
@@ -52,7 +52,8 @@ class Iteration:
     call: Call  # of `fun`: these rows, its own key, the carry
 
 
-Add = Callable[[Any, Iteration], tuple[Any, Parts]]  # adds the results of a micro-batch to sums
+CallFun = Callable[[Call], LossParts]
+Add = Callable[[Any, Iteration], tuple[Any, LossParts]]  # adds the results of a micro-batch to sums
 Done = tuple[Any, Tree]  # the sums, and the last carry
 
 
@@ -60,7 +61,7 @@ Done = tuple[Any, Tree]  # the sums, and the last carry
 class MicroBatches:
     """The micro-batches of one device: the full ones, and the remainder, whose index is the number of full ones."""
 
-    call_fun: Callable[[Call], Parts]
+    call_fun: CallFun
     device: Device
     call: Call  # of the whole batch
     split: splitting.Split
@@ -79,7 +80,7 @@ class MicroBatches:
         """Traces `fun` for the first micro-batch, as a function of the named arguments."""
         first = self.iteration(0, self.call.carried).call
 
-        def parts_of(values: tuple[Any, ...]) -> Parts:
+        def parts_of(values: tuple[Any, ...]) -> LossParts:
             parts = self.call_fun(first.with_values(names, values))
             for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
@@ -96,8 +97,8 @@ class MicroBatches:
 
         All devices run its loops and branches together, where one may have to wait for another.
         """
-        parts = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
-        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(parts, loss.jaxpr.eqns))
+        call_fun = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
+        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(call_fun, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
         """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
@@ -141,28 +142,28 @@ class MicroBatches:
         call = self.call.with_values(tuple(self.call.arguments), arguments)
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
-    def _handed_on(self, parts: Parts) -> Tree:
+    def _handed_on(self, parts: LossParts) -> Tree:
         self.device.check_carry(parts.carry)
         return dtypes.strong(parts.carry)
 
 
-def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
-    """Cuts one device's part of the batch of a call; `parts` calls `fun`."""
+def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
+    """Splits one device's part of the batch of a call; `call_fun` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
-    return MicroBatches(parts, device, call, split, splitting.interleaved(split, batches), rest)
+    return MicroBatches(call_fun, device, call, split, splitting.interleaved(split, batches), rest)
 
 
-def _in_step(parts: Callable[[Call], Parts], device: Device, equations: Iterable[Any], call: Call) -> Parts:
+def _in_step(call_fun: CallFun, device: Device, equations: Iterable[Any], call: Call) -> LossParts:
     names, own = tuple(call.arguments), {*call.batch, call.rng}
-    of_values = lambda *values: parts(call.with_values(names, values))
+    run = lambda *values: call_fun(call.with_values(names, values))
 
     def differ(*values: Any) -> Tree:
         """Each device has its own rows, and its own key."""
         return [jax.tree.map(lambda _: name in own, value) for name, value in zip(names, values, strict=True)]  # noqa: B023
 
-    return device.in_step(of_values, equations, differ)(*call[names])
+    return device.in_step(run, equations, differ)(*call[names])
 
 
 # How much each counts, known from the data before the first one runs
@@ -205,14 +206,14 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
     weigh = lambda *rows: _weight(weight_fn(*rows))
     try:
-        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
+        weights = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
     except jax.errors.ConcretizationTypeError as error:
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
     if split.rest:
-        parts.append(_weight(weight_fn(*micro_batches.rest)))
-    total = total_of(sum(map(jnp.sum, parts)))
-    full, *rest = (_share(part, total) for part in parts)
+        weights.append(_weight(weight_fn(*micro_batches.rest)))
+    total = total_of(sum(map(jnp.sum, weights)))
+    full, *rest = (_share(weight, total) for weight in weights)
     return Shares(full, rest[0] if rest else 0.0, split)
 
 

@@ -1,4 +1,4 @@
-"""The outputs of a function over devices: a device's own rows, and what all devices have alike."""
+"""The outputs of a function over devices: a device's own rows (logits), and what all devices have alike (the loss)."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]
         if has_own_rows(value):
             mine[place] = Along(jnp.moveaxis(leaf, axis_of(value), 0), axis_of(value))
         elif device.one_batch:
-            same[place] = device.same(leaf)
+            same[place] = device.from_first(leaf)
         else:
             mine[place] = leaf
     return treedef.unflatten(mine), treedef.unflatten(same)

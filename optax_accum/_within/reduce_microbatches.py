@@ -14,7 +14,7 @@ from optax_accum._arguments.rows import count_rows, is_split
 from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
-from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
@@ -170,7 +170,7 @@ class _Rules(NamedTuple):
     reduction: Tree
     devices: Devices
 
-    def parts(self, call: Call) -> Parts:
+    def parts(self, call: Call) -> LossParts:
         """Calls `fun`; its result stands in the place of a loss."""
         return self.returns.taken_apart(call.apply(self.fun))
 
@@ -180,7 +180,7 @@ class _Rules(NamedTuple):
 
 def _reduced(rules: _Rules, call: Call) -> Any:
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.reduce_microbatches.")
-    run = functools.partial(_of_no_rows, rules)
+    run = functools.partial(_run_no_rows, rules)
     if not _is_empty(call[call.batch]):
         call.check_shared(count_rows(call[call.batch]))
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
@@ -188,7 +188,7 @@ def _reduced(rules: _Rules, call: Call) -> Any:
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.over_devices(rules.reduction, local), local)
-    return rules.returns.joined(Parts(results, carry=carry))
+    return rules.returns.joined(LossParts(results, carry=carry))
 
 
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
@@ -196,12 +196,12 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     names = tuple(name for name in call.arguments if name not in (*call.batch, call.rng, call.carry))
     values = shared.widened(call[names], tuple(map(device.gathers, names, call[names])))
     call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
-    parts = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
-    micro_batches = microbatches.of_call(parts, device, call.with_values(names, values), rules.sizes)
+    call_fun = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
+    micro_batches = microbatches.split_call(call_fun, device, call.with_values(names, values), rules.sizes)
     traced = micro_batches.traced()
     closure = shared.Closure(values)
     if closure.widen(traced.program.consts):
-        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, parts))
+        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, call_fun))
     micro_batches = micro_batches.with_fast_convolutions(traced)
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
@@ -211,7 +211,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
 
-    def add(totals: Tree, iteration: Iteration) -> tuple[Tree, Parts]:
+    def add(totals: Tree, iteration: Iteration) -> tuple[Tree, LossParts]:
         with jax.named_scope("optax_accum.micro_batch"):
             parts = micro_batches.call_fun(iteration.call)
         return outputs.add(totals, parts.loss, iteration.index, shares.of(iteration.index)), parts
@@ -220,14 +220,14 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     return outputs.finish(totals), carry
 
 
-def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
+def _closing_over(closure: shared.Closure, call_fun: Callable[[Call], LossParts], call: Call) -> LossParts:
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
-    of_arrays = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
-    return closure.opened(of_arrays, arrays)(arrays)
+    run = lambda arrays: call_fun(call.with_values(tuple(call.arguments), filled(arrays)))
+    return closure.opened(run, arrays)(arrays)
 
 
-def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
+def _run_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     """The result for a batch without rows: `fun` is traced for one row, and not run."""
     one = lambda leaf: jnp.zeros((1, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
     small = call.with_values(call.batch, jax.tree.map(one, call[call.batch]))

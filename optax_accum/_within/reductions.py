@@ -82,7 +82,7 @@ def over_devices(names: Tree, outputs: Tree) -> Tree:
 def _reductions_of(names: Tree, tree: Tree) -> Tree:
     """The reduction of each leaf; `names` is a prefix of the tree."""
 
-    def of_node(node: Any, named: Any) -> Any:
+    def reductions_in(node: Any, named: Any) -> Any:
         adds = ratio.is_record(node)
 
         def reduction_of(name: Any, leaf: Any) -> Reduction:
@@ -94,7 +94,7 @@ def _reductions_of(names: Tree, tree: Tree) -> Tree:
         return jax.tree.map(reduction_of, named, node)
 
     each = for_each_leaf("reduction", names, tree, "Name one reduction, or one for each branch.", "the output")
-    return jax.tree.map(of_node, tree, each, is_leaf=ratio.is_record)
+    return jax.tree.map(reductions_in, tree, each, is_leaf=ratio.is_record)
 
 
 def check_rest(expected: Outputs, outputs: Tree) -> None:

@@ -1,4 +1,4 @@
-"""The options of one call, checked: which function, of which arguments, cut how, added in what."""
+"""The options of `value_and_grad`, checked: of which arguments, in how many micro-batches, added in which dtype."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class CallRules:
     recompute: float | None = None
 
     @property
-    def again(self) -> float:
+    def recompute_share(self) -> float:
         """How much of a forward pass may run once more; by default none on a CPU, where it does not pay."""
         if self.recompute is None:
             return 0.0 if jax.default_backend() == "cpu" else RECOMPUTED
@@ -67,25 +67,25 @@ def as_rules(
     _check_no_argnums(num_microbatches)
     single = isinstance(argnums, int | str)
 
-    def of_params(prefix: Tree) -> Tree:
+    def as_tuple(prefix: Tree) -> Tree:
         """Returns an option for the argument that is differentiated as one for the tuple of them."""
         return (prefix,) if single else tuple(prefix) if isinstance(prefix, list) else prefix
 
     if isinstance(statistics, Options) and statistics.groups is not None:
-        statistics = dataclasses.replace(statistics, groups=of_params(statistics.groups))
+        statistics = dataclasses.replace(statistics, groups=as_tuple(statistics.groups))
     roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums, of_whole_batch=True)
     over, meter = as_devices(devices, partial=True), as_meter(statistics)
     if over.is_partial:
         meter.refuse('Statistics take the sum of gradients: devices has to="partial". Leave it out.')
     elif over.to is not None:
-        over = dataclasses.replace(over, to=of_params(over.to))
+        over = dataclasses.replace(over, to=as_tuple(over.to))
     return CallRules(
         fun=callables.as_function(fun),
         roles=roles,
         returns=Returns(has_aux),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size),
         single=single,
-        accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
+        accumulator_dtype=as_tuple(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         meter=meter,
         devices=over,
         recompute=_as_recompute(recompute),

@@ -1,7 +1,7 @@
-"""Equations of a program of rows, evaluated for the rows of one micro-batch; what adds over rows gives its part."""
+"""Equations evaluated for the rows of one micro-batch: `tanh(x)` gives its rows, `sum(x, 0)` its part of the sum."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,30 +13,29 @@ from optax_accum._rows.division import ADDS
 from optax_accum._rows.levels import Bodies, Body, Kind, Levels
 from optax_accum._rows.places import explained
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.registry import known
+from optax_accum._rows.registry import Reduction, known
 from optax_accum._rows.units import Units
-from optax_accum._within import partial
 from optax_accum._within.store import axis_of
 
 
 def evaluate_some(
-    equations: Sequence[Equation], known: Levels | Body, units: Units, env: dict[Value, Any], numbers: jax.Array
+    equations: Sequence[Equation], levels: Levels | Body, units: Units, env: dict[Value, Any], indices: jax.Array
 ) -> None:
     """Evaluates equations for the rows of these units: adds their results to `env`."""
     for equation in equations:
         with explained(equation):
             values = [read(env, value) for value in equation.ins]
-            if equation in known.bodies:
-                results = _inside(equation)(equation, known.bodies[equation], units, values, numbers)
-            elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
-                results = [partial.part_of(equation, units, values, numbers)]
-            elif known.kinds[equation] is Kind.PARTIAL:
-                if equation.name in ADDS and isinstance(known, Levels):
+            if equation in levels.bodies:
+                results = _evaluate_inside(equation, levels.bodies[equation], units, values, indices)
+            elif levels.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
+                results = [part_of(equation, units, values, indices)]
+            elif levels.kinds[equation] is Kind.PARTIAL:
+                if equation.name in ADDS and isinstance(levels, Levels):  # of a term without rows, decay say, a share
                     pairs = zip(values, equation.ins, strict=True)
-                    values = [leaf if value in known.folds else units.share(numbers, leaf) for leaf, value in pairs]
+                    values = [leaf if value in levels.folds else units.share(indices, leaf) for leaf, value in pairs]
                 results = followed(equation, values)
             else:
-                results = of_rows(equation, units, values, numbers)
+                results = evaluate_rows(equation, units, values, indices)
             env.update(zip(equation.outs, results, strict=True))
 
 
@@ -44,8 +43,30 @@ def read(env: dict[Value, Any], value: Value) -> Any:
     return value.array if isinstance(value, Number | Constant) and value not in env else env[value]
 
 
-def _layers_of_rows(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+def evaluate_rows(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> Sequence[Any]:
+    """Evaluates an equation for the rows of one micro-batch."""
+    positional = known(equation.name).positional
+    if positional is not None and locality.is_positional(equation.view):
+        (made,) = equation.outs
+        places = units.places(indices, made.aval.shape[axis_of(made)])
+        return [positional.at(equation.single, values, axis_of(made), places)]
+    some = resized.Some(equation.rows, len(indices) * units.block, indices < units.count if units.fills else None)
+    return resized.evaluate(equation.single, equation.double, some, values)
+
+
+def _evaluate_inside(
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
+) -> Sequence[Any]:
+    """Evaluates an equation whose programs inside make rows and parts of sums."""
+    if equation.name == "cond":
+        return _evaluate_branches(equation, bodies, units, values, indices)
+    if equation.single.params["length"] == equation.double.params["length"]:
+        return _evaluate_layers(equation, bodies, units, values, indices)
+    return _evaluate_row_by_row(equation, units, values, indices)
+
+
+def _evaluate_layers(
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
     params = equation.single.params
@@ -57,7 +78,7 @@ def _layers_of_rows(
         start[place] = start[place].astype(dtypes.wide(start[place].dtype))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _of_body(body, units, [*fixed, *carry, *x], numbers)
+        outs = _evaluate_body(body, units, [*fixed, *carry, *x], indices)
         return outs[:carried], outs[carried:]
 
     start = evaluation.settled(step, start, xs, fixed)
@@ -66,50 +87,30 @@ def _layers_of_rows(
     return [*carry, *ys]
 
 
-def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
-    """Evaluates an equation for the rows of one micro-batch."""
-    positional = known(equation.name).positional
-    if positional is not None and locality.is_positional(equation.view):
-        (made,) = equation.outs
-        places = units.places(numbers, made.aval.shape[axis_of(made)])
-        return [positional.at(equation.single, values, axis_of(made), places)]
-    some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
-    return resized.evaluate(equation.single, equation.double, some, values)
-
-
-def _inside(equation: Equation) -> Callable[..., Sequence[Any]]:
-    """How an equation is evaluated whose programs inside make rows and parts of sums."""
-    if equation.name == "cond":
-        return _branches_of_rows
-    return _layers_of_rows if equation.single.params["length"] == equation.double.params["length"] else _row_by_row
-
-
-def _row_by_row(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
-) -> Sequence[Any]:
+def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
     params = equation.single.params
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     fixed, start, rows = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
     some = resized.Some(equation.rows, equation.rows[0])
-    counts = units.counts(numbers, len(rows[0]))
+    real = units.are_real(indices, len(rows[0]))
 
     def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        count, row = x
+        is_real, row = x
         out = resized.run(params["jaxpr"], params["jaxpr"], some, [*fixed, *carry, *row])
         after = out[:carried]
         if units.fills:
-            after = [jnp.where(count, new, old) for new, old in zip(after, carry, strict=True)]
+            after = [jnp.where(is_real, new, old) for new, old in zip(after, carry, strict=True)]
         return after, out[carried:]
 
-    start = evaluation.settled(step, start, (counts, rows), fixed)
-    carry, ys = jax.lax.scan(step, start, (counts, rows), reverse=params["reverse"], unroll=params["unroll"])
+    start = evaluation.settled(step, start, (real, rows), fixed)
+    carry, ys = jax.lax.scan(step, start, (real, rows), reverse=params["reverse"], unroll=params["unroll"])
     return [*carry, *ys]
 
 
-def _branches_of_rows(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], numbers: jax.Array
+def _evaluate_branches(
+    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
     index, *operands = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
@@ -117,9 +118,9 @@ def _branches_of_rows(
 
     def branch(body: Body) -> Any:
         def run(*operands: Any) -> list[Any]:
-            results = _of_body(body, units, operands, numbers)
+            results = _evaluate_body(body, units, operands, indices)
             triples = zip(results, bodies.are_sums, types, strict=True)
-            return [jnp.asarray(leaf, dtypes.wide(kind.dtype) if part else kind.dtype) for leaf, part, kind in triples]
+            return [jnp.asarray(leaf, dtypes.wide(aval.dtype) if part else aval.dtype) for leaf, part, aval in triples]
 
         return run
 
@@ -129,33 +130,59 @@ def _branches_of_rows(
     return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
 
 
-def _as_all(run: Any, kinds: Sequence[Sequence[Any]]) -> Any:
+def _as_all(run: Any, of_branches: Sequence[Sequence[Any]]) -> Any:
     """A branch whose results vary along the axes along which those of any branch do."""
 
     def varied(*operands: Any) -> list[Any]:
         results = run(*operands)
-        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *kinds, strict=True)]
+        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *of_branches, strict=True)]
 
     return varied
 
 
-def _of_body(body: Body, units: Units, values: Sequence[Any], numbers: jax.Array) -> list[Any]:
+def _evaluate_body(body: Body, units: Units, values: Sequence[Any], indices: jax.Array) -> list[Any]:
     env = dict(zip(body.program.inputs, values, strict=True))
-    evaluate_some(body.program.equations, body, units, env, numbers)
+    evaluate_some(body.program.equations, body, units, env, indices)
     return [read(env, value) for value in body.program.outputs]
 
 
 def followed(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
     """An equation that is linear in parts of sums, in their dtype if that is wider than its own."""
-    values, kind = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
+    values, dtype = list(map(jnp.asarray, values)), equation.outs[0].aval.dtype
     inexact = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
     wide = functools.reduce(jnp.promote_types, [v.dtype for v, is_ in zip(values, inexact, strict=True) if is_])
     if equation.name == "convert_element_type":
-        is_as_wide = dtypes.holds(wide, kind) and _is_complex(wide) == _is_complex(kind)
-        return [values[0] if is_as_wide else values[0].astype(kind)]
+        is_as_wide = dtypes.holds(wide, dtype) and _is_complex(wide) == _is_complex(dtype)
+        return [values[0] if is_as_wide else values[0].astype(dtype)]
     values = [value.astype(wide) if is_ else value for value, is_ in zip(values, inexact, strict=True)]
     return evaluation.bind(equation.single, values)
 
 
 def _is_complex(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+# Sums over rows
+
+
+def reduction_of(equation: Equation) -> Reduction:
+    return known(equation.name).partial
+
+
+def part_of(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> jax.Array:
+    """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
+    reduction = reduction_of(equation)
+
+    def filled(value: Any, axis: int | None) -> Any:
+        if axis is None or not units.fills:
+            return value
+        real = units.are_real(indices, value.shape[axis])
+        real = jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(real, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
+
+    pairs = zip(values, (value.axis for value in equation.ins), strict=True)
+    return reduction.part(equation.single, [filled(*pair) for pair in pairs], _wide, reduction.fold.along)
+
+
+def _wide(dtype: Any) -> Any:
+    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype

@@ -1,4 +1,7 @@
-"""The cut: which rows are in which micro-batch."""
+"""Which rows are in which micro-batch: every k-th row is in the same one, and the last ones are in one of their own.
+
+Of 10 rows in micro-batches of 3, rows 0, 3 and 6 are in the first, and row 9 in a fourth.
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.rows import count_known_rows, of_rows
+from optax_accum._arguments.rows import count_known_rows, map_rows
 from optax_accum._core import compilers
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
@@ -15,7 +18,7 @@ from optax_accum._space import meshes
 
 
 class Split(NamedTuple):
-    """How `rows = full * size + rest` rows are cut.
+    """How `rows = full * size + rest` rows are split.
 
     Row j is in micro-batch `j mod full`; the last `rest` rows are in one of their own.
     """
@@ -55,7 +58,7 @@ def as_sizes(num_microbatches: Any, microbatch_size: Any) -> Sizes:
 
 
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
-    """How one device's rows of `batch` are cut, from shapes alone."""
+    """How one device's rows of `batch` are split, from shapes alone."""
     rows, (num_microbatches, microbatch_size) = count_known_rows(batch), sizes
     if num_microbatches is not None and num_microbatches > rows:
         where = "the batch has" if devices == 1 else f"each of {devices} devices has"
@@ -82,21 +85,21 @@ def interleaved(split: Split, batch: Tree) -> Tree:
     """
 
     def stack(leaf: jax.Array) -> jax.Array:
-        rows = meshes.cuttable(leaf, split.size)
+        rows = meshes.splittable(leaf, split.size)
         rows = rows if not split.rest else rows[: split.full * split.size]
         return compilers.reshaped(rows, split.size, split.full, *rows.shape[1:])
 
-    return of_rows(stack, _arrays(batch))
+    return map_rows(stack, _arrays(batch))
 
 
 def micro_batch(batch: Tree, index: int | jax.Array) -> Tree:
     """Full micro-batch `index`: leaves [b, ...]."""
-    return of_rows(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), batch)
+    return map_rows(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), batch)
 
 
 def remainder(split: Split, batch: Tree) -> Tree:
     """The micro-batch of the remaining rows: leaves [r, ...]."""
-    return of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
+    return map_rows(lambda leaf: meshes.splittable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
 
 
 def _arrays(batch: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""The values of a program of rows that are known so far: whole, as micro-batches, or as parts of sums over devices."""
+"""The known values of a program: whole (parameters), as micro-batches (activations), as parts of sums (gradients)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Store:
     values: dict[Value, Any]
     slices: dict[Value, Any] = dataclasses.field(default_factory=dict)
     sums: dict[Value, Any] = dataclasses.field(default_factory=dict)  # this device's parts of sums over devices
-    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
+    widened: dict[Value, Any] = dataclasses.field(default_factory=dict)  # shared values, widened
     asked: Mapping[Value, Result] = dataclasses.field(default_factory=dict)  # what becomes of some sums
     sampled: Sampled = NOTHING  # what is measured of them
     samples: Any = ()
@@ -48,7 +48,7 @@ class Store:
         if value not in self.values and value.axis is None:
             self.values[value] = self.slices[value][0]  # the same for each micro-batch
         if value not in self.values:
-            slices = meshes.cuttable(self.slices[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
+            slices = meshes.splittable(self.slices[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
             joined = self.units.joined(slices, axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
@@ -58,21 +58,24 @@ class Store:
         return self.sums[value] if value in self.sums else self.device.part(self.whole(value))
 
     def shared(self, value: Value) -> Any:
-        """A value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
+        """A value that all micro-batches share, widened once for all loops.
+
+        Widened by each loop, a bfloat16 parameter would have a float32 gradient of each, in a buffer of its own.
+        """
         if shared.is_widened(self.values.get(value)):
             return self.values[value]
-        if value not in self.passed:
-            (self.passed[value],) = shared.widened([self.whole(value)], [same])
-        return self.passed[value]
+        if value not in self.widened:
+            (self.widened[value],) = shared.widened([self.whole(value)], [shared.identity])
+        return self.widened[value]
 
-    def cuttable(self, value: Value) -> Any:
-        """The value for all rows, as Explicit axes let it be cut."""
+    def splittable(self, value: Value) -> Any:
+        """The value for all rows, sharded so that Explicit axes let it be split."""
         units = self.units
-        return meshes.cuttable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
+        return meshes.splittable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
 
-    def cut(self, value: Value) -> Any:
+    def split(self, value: Value) -> Any:
         if value not in self.slices:
-            self.slices[value] = self.units.cut(self.cuttable(value), axis_of(value))
+            self.slices[value] = self.units.split(self.splittable(value), axis_of(value))
         return self.slices[value]
 
 
@@ -84,7 +87,3 @@ def axis_of(value: Value) -> int:
 def has_own_rows(value: Value) -> bool:
     """Whether each device has its own rows of a value; not where rows are along two axes."""
     return value.axis not in (None, COUPLED)
-
-
-def same(leaf: Any) -> Any:
-    return leaf

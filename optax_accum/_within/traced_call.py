@@ -18,6 +18,7 @@ from optax_accum._rows.leveling import levels_of
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.places import place_of_error
+from optax_accum._rows.program import Program
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
@@ -53,21 +54,16 @@ class TracedCall:
         return jax.tree.unflatten(jax.tree.structure(self.traced.shapes), outputs)
 
 
-def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
-    """The number of micro-batches on each device."""
-    return split_rows(batch, sizes, devices).microbatches
-
-
 def trace_call(
     fun: Callable[[Call], Any],
     call: Call,
     sizes: Sizes,
-    model: Sequence[Name],
+    params: Sequence[Name],
     device: Device | None = None,
     outputs: Callable[[Tree], int] | None = None,
     **options: Any,
 ) -> TracedCall:
-    """Traces a function of a call that has one device's rows; `model` names the arguments that are no data.
+    """Traces a function of a call that has one device's rows; `params` names the arguments that are no data.
 
     `outputs` counts the function's own, of a gradient's shapes. The options are those of `levels_of`.
 
@@ -77,36 +73,46 @@ def trace_call(
       ValueError: a group of rows is on two devices.
     """
     device = device or Device()
-    devices = device.count
     rows_here = count_known_rows(call[call.batch])
-    rows = devices * rows_here
-    of_arrays, arrays = _of_arrays(fun, call)
-    arguments = call.arguments.items()
-    owner = [name for name, arg in arguments for leaf in jax.tree.leaves(arg) if is_array(leaf)]
-
-    in_batch = [name in call.batch for name in owner]
+    rows = device.count * rows_here
+    names = tuple(call.arguments)
+    arrays, filled = parted(call[names], is_array)
+    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
+    owner = [name for name, arg in call.arguments.items() for leaf in jax.tree.leaves(arg) if is_array(leaf)]
+    are_rows = [name in call.batch for name in owner]
 
     def types(rows: int) -> list[Any]:
         """With the axes of `jax.shard_map` along which each varies, but for the devices': here are the rows of all."""
-        sizes = [
-            type_of(leaf, rows / rows_here if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)
-        ]
-        return [
-            evaluation.varying_type(kind, device.other_axes(leaf)) for kind, leaf in zip(sizes, arrays, strict=True)
-        ]
+        times = [rows / rows_here if has_rows else 1 for has_rows in are_rows]
+        pairs = zip(map(type_of, arrays, times), arrays, strict=True)
+        return [evaluation.varying_type(aval, device.other_axes(leaf)) for aval, leaf in pairs]
 
+    single, program = _paired(lambda arrays: fun(with_arrays(arrays)), types, rows, call)
+    program = dealt_out(program, device.count)
+    levels = levels_of(program, [name in params for name in owner], own=outputs and outputs(single.shapes), **options)
+    count = program.units // device.count
+    microbatches = min(split_rows(list(call[call.batch]), sizes, device.count).microbatches, count)
+    arrays = device.vary(arrays)
+    units = Units(count, microbatches, rows_here // count, device.count, device.index)
+    return TracedCall(single, levels, units, device, with_arrays(arrays), arrays)
+
+
+def _paired(
+    run: Callable[[list[Any]], Any], types: Callable[[int], list[Any]], rows: int, call: Call
+) -> tuple[Traced, Program]:
+    """A function of arrays, traced for n rows; and its program of rows, from that trace and one for twice as many."""
     try:
-        single = trace(of_arrays, types(rows))
+        single = trace(run, types(rows))
     except tracing.NEEDS_VALUES as error:
         if tracing.is_staged():
             raise
         raise UndividedError(f"The loss looks at values, which no trace has, at {place_of_error(error)}.") from error
     try:
-        other, double = 2 * rows, jax.make_jaxpr(of_arrays)(types(2 * rows))
+        other, double = 2 * rows, jax.make_jaxpr(run)(types(2 * rows))
     except Exception as error:
         call.check_shared(rows, of_whole_batch=True)  # an argument with as many rows as the batch may be why
         try:  # a table in the parameters may have no 2 n rows
-            other, double = rows // 2, jax.make_jaxpr(of_arrays)(types(rows // 2))
+            other, double = rows // 2, jax.make_jaxpr(run)(types(rows // 2))
         except Exception:
             error.add_note(f"{_TWICE} {_REMEDY}")
             raise error from None
@@ -117,16 +123,7 @@ def trace_call(
     for equation in program.equations:
         if compilers.makes_reference(equation.single):
             raise UndividedError(f"The loss has a mutable array of its own, at {equation.place}.")
-    program = dealt_out(program, devices)
-    units = program.units // devices
-    parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in model for name in owner], own=outputs and outputs(single.shapes), **options)
-    names = tuple(call.arguments)
-    _, filled = parted(call[names], is_array)
-    arrays = device.vary(arrays)
-    call = call.with_values(names, filled(arrays))
-    units = Units(units, parts, rows_here // units, devices, device.index)
-    return TracedCall(single, levels, units, device, call, arrays)
+    return single, program
 
 
 def on_device(call: Call) -> Call:
@@ -136,13 +133,6 @@ def on_device(call: Call) -> Call:
 
 def warn_undivided(error: UndividedError) -> None:
     messages.warn(f"{error} {_AT_ONCE}")
-
-
-def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
-    """The call as a function of its arrays, and the arrays."""
-    names = tuple(call.arguments)
-    arrays, filled = parted(call[names], is_array)
-    return lambda arrays: fun(call.with_values(names, filled(arrays))), arrays
 
 
 def type_of(leaf: Any, times: float = 1) -> Any:

@@ -5,7 +5,7 @@ The program that computes the gradient runs level by level (`by_level`), micro-b
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +23,17 @@ from optax_accum._rows.levels import Kind
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
+from optax_accum._space.ending import Ending
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
 from optax_accum._within.measured import measured, rows_of, sum_of, sums_of
 from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
+from optax_accum._within.splitting import split_rows
 from optax_accum._within.traced_call import (
     TracedCall,
     UndividedError,
-    number_of_microbatches,
     on_device,
     trace_call,
     warn_undivided,
@@ -67,14 +68,14 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         call = call.with_values(others, device.fold_keys(call[others]))
         arrays, filled = parted(call[tuple(call.arguments)], is_array)
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
-    fun = _of_one_number(rules)
+    fun = _with_one_number(rules)
     may_run_at_once = device.is_alone and not rules.meter.measures
-    if may_run_at_once and number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1:
+    if may_run_at_once and split_rows(list(call[call.batch]), rules.sizes, device.count).microbatches == 1:
         return _at_once(rules, device, call, fun)
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
         if again and not rules.meter.measures:
-            return _of_function(rules, device, call, _traced(rules, call, over, fun))
+            return _run_function(rules, device, call, _traced(rules, call, over, fun))
         program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
     except UndividedError as error:
         if not may_run_at_once:
@@ -82,32 +83,32 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    is_of_function = _is_smaller_as_function(rules, program)
-    if is_of_function or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
-        return _of_function(rules, device, call, _traced(rules, call, over, fun))
+    is_smaller = _is_smaller_as_function(rules, program)
+    if is_smaller or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
+        return _run_function(rules, device, call, _traced(rules, call, over, fun))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
     device.check_axes(program.traced.program.out_avals[:outputs])
     if device.one_batch:
         check_alike(program, device, call, outputs)
-    return _of_gradient(rules, device, program)
+    return _run_gradient(rules, device, program)
 
 
 def traced_gradient(
     rules: CallRules, call: Call, device: Device | None = None, *, joins_all: bool = False
 ) -> TracedCall:
     """The program that computes the value and the gradient of the whole batch; see `trace_call` and `levels_of`."""
-    gradient = functools.partial(_gradient, rules, _of_one_number(rules))
+    gradient = functools.partial(_gradient, rules, _with_one_number(rules))
     return trace_call(
         gradient,
         call,
         rules.sizes,
         call.params,
         device,
-        moves=False,
+        differentiated=False,
         joins_all=joins_all,
         outputs=lambda shapes: len(jax.tree.leaves(shapes[0])),
-        again=rules.again,
+        recompute=rules.recompute_share,
     )
 
 
@@ -128,7 +129,13 @@ def _traced(rules: CallRules, call: Call, device: Device, fun: Callable[..., Any
 
 
 def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tree, list[Any]]:
-    """What `fun` returns, and the gradient by the inexact parameters."""
+    """What `fun` returns, and the gradient by the inexact parameters: the program that is traced.
+
+    If the loss alone were traced, each loop would have to be differentiated, and somebody would have to say where the
+    cotangents of its sums come from, in what order, and whether a rule of the user's may see a part of one. Here JAX
+    has said it: a cotangent is a value like any other, 1 / sum(mask) of a masked mean, and a parameter's gradient is
+    a sum over rows, added in the loop in which it arises.
+    """
     inexact, filled = parted(call[call.params], is_inexact)
 
     def loss(inexact: list[Any]) -> tuple[jax.Array, Tree]:
@@ -139,46 +146,32 @@ def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tr
     return outputs, grads
 
 
-def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
+def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient, by the program that computes both."""
     params = program.call[program.call.params]
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
-    wide = jax.tree.map(lambda leaf, name: is_inexact(leaf) and _dtype_of_sum(leaf, name), params, named)
-    kinds = [kind for kind in jax.tree.leaves(wide) if kind]
+    wide_dtype = lambda leaf, name: is_inexact(leaf) and dtypes.accumulator_dtype(jnp.result_type(leaf), name)
+    sum_dtypes = [dtype for dtype in jax.tree.leaves(jax.tree.map(wide_dtype, params, named)) if dtype]
     results = program.levels.program.outputs
-    count = len(results) - len(kinds)
+    count = len(results) - len(sum_dtypes)
     outputs, gradient = results[:count], results[count:]
     sums = sums_of(program.levels)
     asked: dict[Value, Result] = {}
-    for value, kind in zip(gradient, kinds, strict=True):  # one that several parameters have is added once
+    for value, dtype in zip(gradient, sum_dtypes, strict=True):  # one that several parameters have is added once
         if value not in sums:
             continue
         before = asked.get(value)
-        asked[value] = Result(SUM, jnp.promote_types(before.dtype, kind) if before else kind)
-    sampled, ending = NOTHING, None
+        asked[value] = Result(SUM, jnp.promote_types(before.dtype, dtype) if before else dtype)
+    sampled = NOTHING
     if rules.meter.measures:
         asked, sampled = measured(rules.meter, program, gradient, asked)
-    empty = dtypes.gradients_like(
-        params, [jnp.zeros(value.aval.shape, kind) for value, kind in zip(gradient, kinds, strict=True)]
-    )
-    taken = {value for equation in program.levels.program.equations for value in equation.ins}
-    hidden = sums.intersection(gradient) - taken  # the last iteration of a loop finishes them
-    of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
-    missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
-    if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
-        missing = _TWINS  # one sum is finished once, for one shard
-    ending = device.ending(empty, missing)
-    ends: dict[Value, Finish] = {}
-    if ending is not None:
-        finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
-        ends = dict(zip(gradient, finish, strict=True))
-        asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
+    ending, ends, hidden = _ending(device, program, gradient, sum_dtypes)
+    asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
     store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
-    parts = [store.part(value).astype(kind) for value, kind in zip(gradient, kinds, strict=True)]
-    if ending is not None:
-        pairs = zip(parts, gradient, strict=True)
-        parts = [part if value in hidden else ends[value](part) for part, value in pairs]
+    parts = [store.part(value).astype(dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
+    pairs = zip(parts, gradient, strict=True)
+    parts = [ends[value](part) if value in ends and value not in hidden else part for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
     local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
@@ -187,8 +180,26 @@ def _of_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
 
 
-def _dtype_of_sum(param: Any, named: Any) -> jnp.dtype:
-    return dtypes.accumulator_dtype(jnp.result_type(param), named)
+def _ending(
+    device: Device, program: TracedCall, gradient: Sequence[Value], sum_dtypes: Sequence[Any]
+) -> tuple[Ending | None, dict[Value, Finish], set[Value]]:
+    """How the last micro-batch adds the gradient over the devices: what finishes each sum, and which a loop finishes.
+
+    A loop can finish a sum that nothing takes afterwards, while its products go on; others are finished after it.
+    """
+    params = program.call[program.call.params]
+    zeros = [jnp.zeros(value.aval.shape, dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
+    taken = {value for equation in program.levels.program.equations for value in equation.ins}
+    hidden = sums_of(program.levels).intersection(gradient) - taken
+    of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
+    missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
+    if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
+        missing = _TWINS  # one sum is finished once, for one shard
+    ending = device.ending(dtypes.gradients_like(params, zeros), missing)
+    if ending is None:
+        return None, {}, set()
+    finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
+    return ending, dict(zip(gradient, finish, strict=True)), hidden
 
 
 def _bytes(values: set[Value]) -> int:
@@ -201,7 +212,7 @@ def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., An
     return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
 
 
-def _of_one_number(rules: CallRules) -> Callable[..., Any]:
+def _with_one_number(rules: CallRules) -> Callable[..., Any]:
     """`fun` with a loss that is one number: a `Ratio` is divided, and several terms are added."""
 
     @functools.wraps(rules.fun)
@@ -218,7 +229,7 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
 # Differentiated again
 
 
-def _of_function(rules: CallRules, device: Device, call: Call, loss: TracedCall) -> tuple[Local, Tree]:
+def _run_function(rules: CallRules, device: Device, call: Call, loss: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient of a loss, by JAX, which may differentiate them again."""
     _check_own_rows(device, loss)
     device.check_nested(loss.traced)

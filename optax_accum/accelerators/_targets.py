@@ -185,10 +185,10 @@ def _here(num_devices: int | None) -> Target:
             f"{there_are(len(devices), 'device').capitalize()} here, not num_devices={num_devices}. Pass no more, or "
             'name an accelerator: it need not be here, as "h100".'
         )
-    return of_devices(devices)
+    return as_target(devices)
 
 
-def of_devices(devices: Sequence[Any]) -> Target:
+def as_target(devices: Sequence[Any]) -> Target:
     """Devices that are here, with the memory of one."""
     stats = devices[0].memory_stats() or {}
     pages = "SC_PHYS_PAGES" if devices[0].platform == "cpu" else ""

@@ -66,19 +66,19 @@ class StepWeighing(NamedTuple):
         They come from `sums_of(call, loss, extra, weigh)`, where `weigh()` is the weight, or None for that of its rows.
         """
 
-        def of_batch(axes: Axes, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, Tree]:
+        def sum_batch(axes: Axes, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, Tree]:
             loss, extra = outputs
             (loss, grads), weight = self._weighed(axes, call, (loss, grads))
             return sums_of(call, loss, extra, lambda: weight), grads
 
-        def of_device(_: Device, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, None]:
-            return of_batch((), call, outputs, grads), None
+        def on_device(_: Device, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, None]:
+            return sum_batch((), call, outputs, grads), None
 
         devices = devices_of(options)
         if not devices.is_partial:
-            return of_batch(devices.axes, call, outputs, grads)
+            return sum_batch(devices.axes, call, outputs, grads)
         space = here(devices)
-        local, _ = space.run(of_device, call, *space.as_partial((outputs, grads)))
+        local, _ = space.run(on_device, call, *space.as_partial((outputs, grads)))
         return space.as_local(local)
 
     def _weighed(self, axes: Axes, call: Call, tree: Tree) -> tuple[Tree, Any]:
@@ -100,12 +100,12 @@ class StepWeighing(NamedTuple):
         """The weight, summed over the devices; each device reads the loss of its rows."""
         weights: list[jax.Array | None] = []
 
-        def of_device(device: Device, call: Call) -> tuple[jax.Array, None]:
+        def on_device(device: Device, call: Call) -> tuple[jax.Array, None]:
             weights.append(self._of(call))
             return jnp.zeros([]) if weights[-1] is None else weights[-1], None
 
         space = here(Devices(axes))
-        weight, _ = space.run(of_device, call)
+        weight, _ = space.run(on_device, call)
         return None if weights[-1] is None else space.total(weight)
 
 

@@ -81,7 +81,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, options)
+        return Module(roles.bind(args, kwargs), wrt, Device()).differentiate(fun, has_aux, options)
 
     return run
 

@@ -32,10 +32,10 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
     again only if something other than values has changed. A graph that is no tree of variables goes through `nnx.jit`:
     one in which a module stands in two places, or an array is no variable.
     """
-    of_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), ModuleReadings()
+    run_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), ModuleReadings()
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def of_trees(form: ModuleForm, values: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def run_trees(form: ModuleForm, values: list[Any], *args: Any, **kwargs: Any) -> Any:
         nodes = form.filled(values)
         return fun(*nodes, *args, **kwargs), values_of(form, *nodes)
 
@@ -43,9 +43,9 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
     def call(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         reading = readings.of(model, optimizer)
         if reading is None:
-            return of_graphs(model, optimizer, *args, **kwargs)
+            return run_graphs(model, optimizer, *args, **kwargs)
         before = reading.values
-        out, values = of_trees(reading.form, before, *args, **kwargs)
+        out, values = run_trees(reading.form, before, *args, **kwargs)
         reading.set_values(values, before)
         return out
 
@@ -53,8 +53,8 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
         """Lowers the program of a call; the values may be shapes."""
         reading = readings.of(model, optimizer)
         if reading is None:
-            return of_graphs.lower(model, optimizer, *args, **kwargs).lowered
-        return of_trees.lower(reading.form, reading.values, *args, **kwargs)
+            return run_graphs.lower(model, optimizer, *args, **kwargs).lowered
+        return run_trees.lower(reading.form, reading.values, *args, **kwargs)
 
     call.lower, call.keep = lower, keep  # type: ignore[attr-defined]
     return call
@@ -141,7 +141,7 @@ class JitStep:
     def __init__(self, step: Callable[..., Any]):
         functools.update_wrapper(self, step)
         self._step, self._readings = step, ModuleReadings()
-        self._of_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
+        self._run_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
         self._steps: dict[ModuleForm, _StepOfForm] = {}
         self._graph: str | None = None  # the reason why nnx.jit compiles the step
 
@@ -153,7 +153,7 @@ class JitStep:
     def __call__(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         reading = self._reading(model, optimizer)
         if reading is None:
-            return self._of_graphs(model, optimizer, *args, **kwargs)
+            return self._run_graphs(model, optimizer, *args, **kwargs)
         step, values = self._of(reading, optimizer), reading.values
         out, carried = step.two_programs(step.carried(values), *args, **kwargs)
         reading.set_values(step.values(carried), values)
@@ -163,7 +163,7 @@ class JitStep:
         """Lowers both programs, for arrays or their shapes in the variables."""
         reading = self._reading(model, optimizer)
         if reading is None:
-            return self._of_graphs.lower(model, optimizer, *args, **kwargs).lowered
+            return self._run_graphs.lower(model, optimizer, *args, **kwargs).lowered
         step = self._of(reading, optimizer)
         return step.two_programs.lower(step.carried(reading.values), *args, **kwargs)
 
@@ -196,7 +196,7 @@ class _StepOfForm:
         self._tree = jax.tree.structure(optimizer.opt_state, is_leaf=is_variable)
         first = next(iter(variables_in(optimizer.opt_state)), None)
         self._start = next((number for number, variable in enumerate(reading.variables) if variable is first), 0)
-        self.two_programs = two_programs.jit_step(self._of_values(), donate_argnums=0)
+        self.two_programs = two_programs.jit_step(self._taking_values(), donate_argnums=0)
 
     def carried(self, values: list[Any]) -> tuple[Any, ...]:
         start, end = self._start, self._start + self._tree.num_leaves
@@ -207,7 +207,7 @@ class _StepOfForm:
         state = self._tree.flatten_up_to(carried[self._start])  # a masked parameter's value has no leaves
         return [*carried[: self._start], *state, *carried[self._start + 1 :]]
 
-    def _of_values(self) -> Callable[..., Any]:
+    def _taking_values(self) -> Callable[..., Any]:
         def run(carried: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
             state = carried[self._start]  # whose type may say whether its window closes
             model, optimizer = self._form.filled(self.values(map_states(on_host.plain, carried)))

@@ -33,7 +33,7 @@ class Module:
         remedy = "For a tree of arrays, take what optax_accum has of the same name."
         check_trained(self.model, self.params, wrt, remedy)
 
-    def of_whole_batch(self, fun: Callable[..., Any], has_aux: bool, options: dict[str, Any]) -> tuple[Any, Any]:
+    def differentiate(self, fun: Callable[..., Any], has_aux: bool, options: dict[str, Any]) -> tuple[Any, Any]:
         """The value and the gradient of the whole batch; updates the model's state as one call with all rows does."""
         by_position, by_keyword = self._arguments()
 
@@ -54,7 +54,7 @@ class Module:
         loss, (aux, state) = value
         if is_partial:
             moments, rest = state
-            self.write(moments, _of_all_devices(rest, options), options)
+            self.write(moments, _join_devices(rest, options), options)
         else:
             nnx.update(self.model, *state)
         value = (loss, aux) if has_aux else loss
@@ -116,7 +116,7 @@ class Module:
         nnx.update(self.model, self.stats, rest)
 
 
-def _of_all_devices(rest: Any, options: Mapping[str, Any]) -> Any:
+def _join_devices(rest: Any, options: Mapping[str, Any]) -> Any:
     """What the devices' own variables are for all of them; the model's keys stay what they are."""
     _, rest = nnx.split_state(rest, nnx.RngKey, ...)
 

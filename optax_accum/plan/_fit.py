@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 import jax
 
-from optax_accum.accelerators._targets import Target, of_devices
+from optax_accum.accelerators._targets import Target, as_target
 from optax_accum.accelerators._targets import target as find_target
 from optax_accum.plan import _budgets as budgets
 from optax_accum.plan import _search as search
@@ -215,4 +215,4 @@ def _devices_of(args: Any) -> Target:
         if isinstance(getattr(leaf, "sharding", None), jax.sharding.Sharding)
     ]
     sets = [sharding.device_set for sharding in shardings] or [{jax.devices()[0]}]
-    return of_devices(sorted(max(sets, key=len), key=lambda device: device.id))
+    return as_target(sorted(max(sets, key=len), key=lambda device: device.id))

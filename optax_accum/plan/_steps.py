@@ -139,7 +139,7 @@ class OfLoss:
         """The bytes on a device of the parameters, and of the sum of their gradients."""
         dtype = self._options.get("accumulator_dtype")
         tx = optax_accum.accumulate_gradients(optax.identity(), 2, accumulator_dtype=dtype)
-        shapes = jax.tree.map(_of_one_device, params)
+        shapes = jax.tree.map(_shard_of, params)
         sums = jax.eval_shape(tx.init, shapes).acc_grads
         return {"copy": _bytes(shapes), "sum": _bytes(sums)}
 
@@ -234,7 +234,7 @@ def _arrays(params: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
 
 
-def _of_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shard_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 

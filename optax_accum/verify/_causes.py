@@ -12,7 +12,7 @@ from optax_accum.verify._probes import Off, Other, window_of
 from optax_accum.verify._report import Cause, Errors, found, within
 from optax_accum.verify._runs import Rows, mean
 from optax_accum.verify._second import Second, explained_second
-from optax_accum.verify._shares import Shares, of_places
+from optax_accum.verify._shares import Shares, compare_places
 from optax_accum.verify._windows import WindowView
 
 
@@ -27,7 +27,7 @@ def causes_of_a_window(runs: StepErrors) -> list[Cause]:
     if within(runs.errors):
         return []
     first = runs.compared(runs.ends[:1], runs.even_rows[:1], runs.ones[:1])
-    cause, where = (_of_second(runs), "the second window") if within(first) else (_of_first(runs), "a window")
+    cause, where = (_explain_second(runs), "the second window") if within(first) else (_explain_first(runs), "a window")
     return [cause or _unexplained(runs, runs.errors, where)]
 
 
@@ -46,7 +46,7 @@ def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tu
     return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")
 
 
-def _of_first(runs: StepErrors) -> Cause | None:
+def _explain_first(runs: StepErrors) -> Cause | None:
     window = window_of(runs, runs.explanations, runs.ends[0])
     window = dataclasses.replace(
         window, one_by_one=runs.one_by_one, averaged=lambda: runs.averaged, reversed=lambda: runs.reversed
@@ -54,18 +54,18 @@ def _of_first(runs: StepErrors) -> Cause | None:
     return _explained(window) or _dealt(runs, runs.even(), runs.ends[0]) or _by_pairs(runs, runs.even())
 
 
-def _of_second(runs: StepErrors) -> Cause | None:
+def _explain_second(runs: StepErrors) -> Cause | None:
     later = lambda ends: runs.rooted({name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]})
-    of_one = lambda *windows: runs.changes(runs.one, *([runs.of(rows)] for rows in windows))
+    changes_of = lambda *windows: runs.changes(runs.one, *([runs.of(rows)] for rows in windows))
     first, rows = runs.even_rows
-    at_first = of_one(rows)
+    at_first = changes_of(rows)
 
     def alone() -> bool:
         calls = [runs.of(rows)], runs.calls(runs.even(1))
         one, cut = map(runs.from_later, (runs.one, runs.cut), calls)
         return within(runs.compared([cut], [rows], [one]))
 
-    parts = lambda: [later(of_one(first, part)) for part in runs.even(1)]
+    parts = lambda: [later(changes_of(first, part)) for part in runs.even(1)]
     changes = later(runs.ends), runs.rooted(mean(runs.ones[0])), later(runs.ones), runs.rooted(mean(*at_first))
     return _cause(explained_second(Second(runs.explanations, *changes, alone, parts)))
 
@@ -84,10 +84,10 @@ def _by_pairs(runs: StepErrors, parts: Rows) -> Cause | None:
     Where a clip by value leaves few entries free in all micro-batches of a window, more are free in two of them.
     """
     pairs = [] if runs.random or runs.few else [(parts[0], other) for other in parts[1:]]
-    return next(filter(None, (_cause(_of_pair(runs, *pair)) for pair in pairs)), None)
+    return next(filter(None, (_cause(_explain_pair(runs, *pair)) for pair in pairs)), None)
 
 
-def _of_pair(runs: StepErrors, copied: np.ndarray, one: np.ndarray) -> windows.Said | None:
+def _explain_pair(runs: StepErrors, copied: np.ndarray, one: np.ndarray) -> windows.Said | None:
     k = runs.cut.every
     e = runs.explained([np.concatenate([copied] * (k - 1)), one])
 
@@ -102,7 +102,7 @@ def _of_pair(runs: StepErrors, copied: np.ndarray, one: np.ndarray) -> windows.S
         return None
 
     places = list(filter(None, map(shares, range(k))))
-    return of_places(places) if len(places) == k else None
+    return compare_places(places) if len(places) == k else None
 
 
 def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:

@@ -132,12 +132,12 @@ def _numbers(tensor: Any) -> np.ndarray:
     return np.array((tensor if dtype.isbuiltin == 1 else tensor.float()).numpy(force=True), dtype)
 
 
-def _of_module(module: Any, _: dict[int, str]) -> Tree:
+def _read_module(module: Any, _: dict[int, str]) -> Tree:
     of = lambda pairs: {name: _numbers(tensor) for name, tensor in pairs}
     return {"params": of(module.named_parameters()), "buffers": of(module.named_buffers())}
 
 
-def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
+def _read_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
     """The moments of an optimizer, by parameter, and the number of its updates, if it counts them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     moments: dict[str, dict[str, np.ndarray]] = {}
@@ -159,7 +159,7 @@ _is_schedule, _is_torch_generator = map(_is_of_torch, ("optim.lr_scheduler.LRSch
 _OPENS = (  # a test of a leaf, and its values in NumPy
     (lambda leaf: isinstance(leaf, np.ndarray), lambda array, _: array.copy()),
     (is_tensor, lambda tensor, _: _numbers(tensor)),
-    (_is_module, _of_module),
-    (_is_optimizer, _of_optimizer),
+    (_is_module, _read_module),
+    (_is_optimizer, _read_optimizer),
     (_is_schedule, lambda schedule, _: Kept(schedule.last_epoch, {})),
 )

@@ -68,7 +68,7 @@ def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
     carry that is not all zeros, as optimizer states are at first; or the carry, where it has no parts.
     """
     leaves = {path: leaf for path, leaf in leaves_of(carry) if is_inexact(leaf)}
-    root, found = _asked(carry, find) if find else _of_nnx(carry) or _under_params(leaves) or _first_part(carry, leaves)
+    root, found = _asked(carry, find) if find else _in_nnx(carry) or _under_params(leaves) or _first_part(carry, leaves)
     found = [path for path in found if path in leaves]
     if not found:
         remedy = "Return them from make_step, or say where they are, params=lambda carry: ..."
@@ -158,7 +158,7 @@ def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> tuple[Path, list[Path]]
     return _under_root([path for path, leaf in leaves_of(carry) if id(leaf) in asked])
 
 
-def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
+def _in_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return None

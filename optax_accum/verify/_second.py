@@ -86,7 +86,7 @@ def _foretold(w: Second) -> Iterator[Foretold]:
         if counts and share < 1 + w.e.near and rest * w.size(w.first, slot) > w.e.near * w.size(w.right, slot):
             yield "not emptied", distance, "The first window's sum is in the second window, too."
         elif counts and abs(share - 1) > max(4 * distance, TIE) and (slot != "params" or _halved(w, share)):
-            yield _of_factor(w, share, distance)
+            yield _foretell_factor(w, share, distance)
         (share, *_), distance = w.fit(slot, [w.right, w.at_first])
         if abs(share) < w.e.near and 1 / 2 < w.size(w.found, slot) / max(w.size(w.right, slot), 1e-300) < 2:
             yield (
@@ -105,7 +105,7 @@ def _halved(w: Second, factor: float) -> bool:
     return abs(factor - 1 / 2) < w.e.near and w.alone()
 
 
-def _of_factor(w: Second, factor: float, distance: float) -> Foretold:
+def _foretell_factor(w: Second, factor: float, distance: float) -> Foretold:
     """The fault that makes a gradient larger or smaller in the second window alone."""
     says = f"The second window's gradient is {factor:.3g} times the whole batch's"
     if w.alone():

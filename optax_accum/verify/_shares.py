@@ -111,7 +111,7 @@ class Shares(NamedTuple):
         )
 
 
-def of_places(places: list[Shares]) -> Said | None:
+def compare_places(places: list[Shares]) -> Said | None:
     """The fault that counts one micro-batch otherwise than the others, or than at another place; None if none does.
 
     At each place are the shares of the others together, and of the one.

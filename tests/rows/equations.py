@@ -149,8 +149,8 @@ NO_GRADIENT = {
 STILL = {"clamp": (0, 2), "polygamma": (0,), "regularized_incomplete_beta": (0, 1)}
 
 
-def moving(found):
-    """The places of the operands that a derivative moves: none of an extreme, which is then no reduction in parts."""
+def perturbed_operands(found):
+    """The places of the operands that a derivative perturbs: none of an extreme, which is then no reduction in parts."""
     name, atoms = found.single.primitive.name, zip(found.single.invars, found.values, strict=True)
     if found.says == "partial" and engine.known(name).partial.fold is not optax_accum.primitives.Fold.SUM:
         return []
@@ -165,10 +165,10 @@ def in_micro_batches(found):
     As in a loss, parameters decide what it takes, or, where it takes no rows, what becomes of those that it makes: what
     the batch alone decides would run on all rows.
     """
-    units, view, moves = found.units, found.view, moving(found)
+    units, view, perturbed = found.units, found.view, perturbed_operands(found)
 
     def decided(params, place, leaf):
-        if place in moves:
+        if place in perturbed:
             return leaf * params["one"].astype(leaf.dtype)
         return jax.lax.stop_gradient(jnp.where(params["one"] > 0, leaf, leaf))
 
@@ -210,18 +210,18 @@ def _rows_along(axis, units):
     return jnp.moveaxis(units.reshape(units.shape[0] * units.shape[1], *units.shape[2:]), 0, axis)
 
 
-def both(found, moves):
+def both(found, perturbed):
     """The results of an equation, and the gradients of operands: (micro-batch by micro-batch, all rows at once)."""
     cotangents = random_cotangents(found)
 
     def differentiated(run):
-        def of_moving(given):
+        def replaced(given):
             values = list(found.values)
-            for place, value in zip(moves, given, strict=True):
+            for place, value in zip(perturbed, given, strict=True):
                 values[place] = value
             return list(run(values))
 
-        results, back = jax.vjp(of_moving, [found.values[place] for place in moves])
+        results, back = jax.vjp(replaced, [found.values[place] for place in perturbed])
         return [*results, *back(cotangents)[0]]
 
     return differentiated(in_micro_batches(found)), differentiated(lambda values: bind(found.single, values))
@@ -238,10 +238,10 @@ def random_cotangents(found):
     return [one(var.aval) for var in found.single.outvars]
 
 
-def assert_true(founds, tolerance=2e-5, moves=moving):
+def assert_true(founds, tolerance=2e-5, perturbed=perturbed_operands):
     """What the table says of these equations is true, and the same of their derivatives: all are one program."""
     founds = [found for found in founds if found.says in IN_LOOPS]
-    pairs = jax.jit(lambda: [both(found, moves(found)) for found in founds])()
+    pairs = jax.jit(lambda: [both(found, perturbed(found)) for found in founds])()
     for found, (got, want) in zip(founds, pairs, strict=True):
         for a, b in zip(got, want, strict=True):
             assert_equal(a, b, f"{found.says}: {found.single}", tolerance)

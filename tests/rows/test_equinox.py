@@ -53,7 +53,7 @@ def test_what_the_table_says_of_equinox_is_true():
         found = equations.traced(name, fun, *specs)
         assert found.says == says, (name, specs)
         founds.append(found)
-    equations.assert_true(founds, moves=lambda found: [])  # some have no derivative
+    equations.assert_true(founds, perturbed=lambda found: [])  # some have no derivative
     assert {name for name, *_ in primitives()} == EQUINOX
 
 

@@ -439,7 +439,7 @@ def test_what_the_table_says_is_true(cases):
         assert says in (None, found.says), (name, specs, says, found.says)
         founds.append(found)
         said[name].add(found.says)
-    equations.assert_true(founds, moves=lambda found: [])  # with derivatives: test_variants
+    equations.assert_true(founds, perturbed=lambda found: [])  # with derivatives: test_variants
     assert [name for name in said if "local" in claims_of(name) and "local" not in said[name]] == []
 
 

@@ -1,4 +1,4 @@
-"""A program read value by value: which are sums over rows, and which of them the batch alone decides.
+"""The form of each value of a program: sum(mask) is a sum over rows that the batch alone decides, sum(error) is not.
 
 That the parts of micro-batches add up is shown operation by operation; an operation that is not known to keep the form
 of a sum is a reason why no weight is found.
@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from optax_accum._core.compilers import varying_axes
-from optax_accum._rows import constants
+from optax_accum._rows import constants, reordering
 from optax_accum._rows.blocks import mapped_in_blocks
 from optax_accum._rows.forms import (
     ROWS,
-    TAKES,
     ZERO,
     Extreme,
     Form,
@@ -25,11 +24,15 @@ from optax_accum._rows.forms import (
     Test,
     added,
     extremes_of,
+    failed,
+    multiplied,
     name_of,
     product,
+    scattered,
     summed,
+    taken_by_rows,
 )
-from optax_accum._rows.leveling import inside_layers, is_over_layers
+from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.orders import Orders
@@ -39,20 +42,25 @@ from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED, equal
 
 
-class Reading:
-    """One reading of a program: the form of each of its values."""
+class FormAnalysis:
+    """One analysis of a program: the form of each of its values."""
 
     def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any], along: Sequence[frozenset[str]] = ()):
         """`along`: the axes of a `jax.shard_map` along which each input may differ; empty if that is not known."""
         self.along = along
-        self.levels, self.model, self.rows, self.rule_of = levels, set(levels.model), levels.program.rows, rule_of
-        self.orders = Orders(levels.model)
+        self.levels, self.of_params, self.rows, self.rule_of = (
+            levels,
+            set(levels.of_params),
+            levels.program.rows,
+            rule_of,
+        )
+        self.orders = Orders(levels.of_params, reordering.RULES)
         self.pairs = Pairs(self.orders, self.form)
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
-        self.same: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
-        self.known: dict[Any, Equation] = {}
+        self.repeats: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
+        self.firsts: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
         for equation, kind in levels.kinds.items():
@@ -61,15 +69,18 @@ class Reading:
     def form(self, value: Value) -> Form:
         if value not in self.forms:
             literal = self.number(value)
-            self.forms[value] = Form() if literal is None else self._of_literal(literal)
+            self.forms[value] = Form() if literal is None else self._read_literal(literal)
         return self.forms[value]
 
     def number(self, value: Value) -> Constant | Number | None:
         return value if isinstance(value, Constant | Number) else self.numbers.get(value)
 
+    def original(self, value: Value) -> Value:
+        return self.repeats.get(value, value)
+
     # Numbers
 
-    def _of_literal(self, value: Constant | Number) -> Form:
+    def _read_literal(self, value: Constant | Number) -> Form:
         """The form of a literal: a power (-2 to 2) of the number of rows, or any other number."""
         array, other = value.array if isinstance(value, Constant) else np.asarray(value.array), value.double
         if value.axis is not None:
@@ -87,7 +98,7 @@ class Reading:
 
     def is_fixed(self, value: Value) -> bool:
         """Whether neither an input nor the number of rows decides a value."""
-        return value not in self.model and not self.inputs.get(value) and self.form(value).is_plain
+        return value not in self.of_params and not self.inputs.get(value) and self.form(value).is_plain
 
     def is_small(self, value: Value, limit: float) -> bool:
         """Whether a value is a literal of at most this size, whatever the number of rows."""
@@ -96,7 +107,7 @@ class Reading:
 
     def literal(self, value: Value) -> float | None:
         """The number that a value is, whatever the number of rows; None if it is none."""
-        number = self.number(self.same.get(value, value))
+        number = self.number(self.original(value))
         if number is None or np.size(number.array) != 1 or not constants.is_known(number.array):
             return None
         return np.asarray(number.array).item() if self.form(value).is_plain else None
@@ -115,16 +126,18 @@ class Reading:
     # Equations
 
     def _read(self, equation: Equation, kind: Kind) -> None:
-        of_model = not self.model.isdisjoint(equation.ins)
+        takes_params = not self.of_params.isdisjoint(equation.ins)
         inputs = frozenset().union(*(self.inputs.get(value, frozenset()) for value in equation.ins))
         self.inputs.update(dict.fromkeys(equation.outs, inputs))
         self.orders.note(equation)
-        if not of_model:
+        if not takes_params:
             self._find_again(equation)
-        if kind is Kind.FREE and self._compute(equation):
+        if kind is Kind.NO_ROWS and self._compute(equation):
             return
-        form = self._of(equation, kind)
-        if of_model and any(nonlinear_rules(equation.single, [v in self.levels.moving for v in equation.ins])):
+        form = self._read_form(equation, kind)
+        if takes_params and any(
+            nonlinear_rules(equation.single, [v in self.levels.differentiable for v in equation.ins])
+        ):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
@@ -143,14 +156,14 @@ class Reading:
         if any(equation.view.has_rows or equation.view.makes_rows for equation in program.equations):
             return None
         for value, operand in zip(program.inputs, operands, strict=True):
-            self.same[value], self.forms[value] = self.same.get(operand, operand), self.form(operand)
+            self.repeats[value], self.forms[value] = self.original(operand), self.form(operand)
             self.inputs[value] = self.inputs.get(operand, frozenset())
-            if operand in self.model:
-                self.model.add(value)
+            if operand in self.of_params:
+                self.of_params.add(value)
         for equation in program.equations:
-            if not self.model.isdisjoint(equation.ins):
-                self.model.update(equation.outs)
-            self._read(equation, Kind.FREE)
+            if not self.of_params.isdisjoint(equation.ins):
+                self.of_params.update(equation.outs)
+            self._read(equation, Kind.NO_ROWS)
         return program.outputs[0]
 
     def _find_again(self, equation: Equation) -> None:
@@ -158,43 +171,43 @@ class Reading:
         first = self.first(equation)
         if first is not equation and equal(first.single.params, equation.single.params):
             pairs = zip(equation.outs, first.outs, strict=True)
-            self.same.update((value, self.same.get(other, other)) for value, other in pairs)
+            self.repeats.update((value, self.original(other)) for value, other in pairs)
         elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
-            self.same[equation.outs[0]] = self.same.get(equation.ins[0], equation.ins[0])
+            self.repeats[equation.outs[0]] = self.original(equation.ins[0])
             if guard := self.guard_of.get(equation.ins[0]):
                 self.guard_of[equation.outs[0]] = guard
 
     def first(self, equation: Equation) -> Equation:
         """The first equation with these operands; its parameters may differ."""
-        return self.known.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
+        return self.firsts.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
 
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
             return str(value.aval), str(value.number), str(value.double)
-        return self.same.get(value, value)
+        return self.original(value)
 
-    def _of(self, equation: Equation, kind: Kind) -> Form:
+    def _read_form(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
-        if mapped := mapped_in_blocks(equation, self.orders.makers):
+        if mapped := mapped_in_blocks(equation, self.orders.made_by):
             shared, rows = mapped
             if self.orders.keep(equation, rows):
                 return self._plain(equation, [self._spread(value, equation) for value in (*shared, *rows)])
         is_separate, why_not = self.orders.read(equation, kind)
         if self.pairs.read(equation):
-            return self._of_pairs(equation)
+            return self._read_pairs(equation)
         if why_not:
             return self._failed(equation, why_not, is_certain=True)
         if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
-            together = inside_layers(equation, self.levels).coupling
+            together = body_levels(equation, self.levels).coupling
             reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
-            return _because(list(map(self.form, equation.ins)), *reasons)
+            return failed(list(map(self.form, equation.ins)), *reasons)
         if kind is Kind.WHOLE and not is_separate:
             return self._failed(equation, f"{equation.name} of all rows at once")
         if self._is_extreme(equation):
             extreme = Term(frozenset([(Extreme(equation.outs[0], equation), 1)]))
             return Form((extreme,), self.form(equation.ins[0]).reasons)
-        with_rows = kind not in (Kind.FREE, Kind.MADE)
+        with_rows = kind not in (Kind.NO_ROWS, Kind.MADE)
         forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
         if kind is Kind.PARTIAL:
             return self._reduced(equation, forms)
@@ -215,24 +228,24 @@ class Reading:
         return operand.axis not in (None, COUPLED) and result.axis is None and result.aval.size == 1
 
     def _failed(self, equation: Equation, text: str, *, is_certain: bool = False) -> Form:
-        """A result that does not add up; reading goes on, to find other reasons."""
-        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
+        """A result that does not add up; analysis goes on, to find other reasons."""
+        return failed(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
 
-    def _of_pairs(self, equation: Equation) -> Form:
+    def _read_pairs(self, equation: Equation) -> Form:
         """The form of a sum of parts; until it is reduced over all rows, only what is linear takes parts by parts."""
         (result,) = equation.outs
-        parts = self.pairs.parts[result]
+        parts = self.pairs.summands[result]
         if parts is None or result.axis == COUPLED:
             return self._failed(equation, f"{equation.name} of all rows at once")
         form = added(parts.values())
         if result.axis is None or not form.sums:
-            del self.pairs.parts[result]
+            del self.pairs.summands[result]
             return form
-        return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
+        return failed([form], *(taken_by_rows(term, source) for term in form.sums for source in term.sources))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
         """A result of which only this is known: separate rows stay separate."""
-        return _because(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
+        return failed(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
 
     def _why(self, equation: Equation, form: Form) -> Reason:
         """The reason why an operation on a value that is not plain does not add up."""
@@ -242,7 +255,7 @@ class Reading:
             return Reason(f"{equation.name} of {by}", by.by.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
             (term,) = self.form(by.value).sums
-            return _taken(term, term.sources[0])
+            return taken_by_rows(term, term.sources[0])
         return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
 
     def _spread(self, value: Value, equation: Equation) -> Form:
@@ -253,27 +266,27 @@ class Reading:
         scalar = self.scalar(value)
         if scalar is not None:
             return Form((Term(scalar, guards=self.guards_of(value)),), form.reasons)
-        return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
+        return failed([form], *(taken_by_rows(term, source) for term in form.sums for source in term.sources))
 
     def guards_of(self, value: Value) -> frozenset[Equation | None]:
-        """The operation that keeps a factor or divisor from zero, in a set; None in it if there is none."""
+        """{the operation that keeps a factor or divisor from zero}, or {None} if nothing does."""
         return frozenset([self.guard_of.get(value)])
 
     def scalar(self, value: Value) -> Powers | None:
         """A value as powers; None unless it is one number, and a sum over rows that the batch alone decides."""
         form = self.form(value)
-        if value in self.model or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
+        if value in self.of_params or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
-        value, (term,) = self.same.get(value, value), form.terms
+        value, (term,) = self.original(value), form.terms
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
 
     def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:
         if equation.name == "reduce_sum":
             return summed(forms[0], equation)
         if equation.name == "dot_general":
-            return summed(_multiplied(forms), equation)
+            return summed(multiplied(forms), equation)
         if equation.name.startswith("scatter"):
-            return added([self.form(equation.ins[0]), summed(_plainly(forms[2], forms[1], equation), equation)])
+            return added([self.form(equation.ins[0]), summed(scattered(forms[2], forms[1], equation), equation)])
         return self._failed(equation, f"{equation.name} of all rows")
 
 
@@ -281,31 +294,5 @@ _HERE: Any = None  # in place of the line of a literal: the line of the equation
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
 
 
-def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
-    """A result that does not add up: one reason of each kind for each line."""
-    known = [reason for form in forms for reason in form.reasons]
-    kinds = {reason[1:] for reason in known}
-    return Form().because(*known, *(reason for reason in reasons if reason[1:] not in kinds))
-
-
-def _taken(term: Term, source: Equation) -> Reason:
-    return Reason(f"{TAKES} {name_of(term)}", source.place, is_certain=True)
-
-
 def _draws(equation: Equation) -> bool:
     return equation.name.startswith(("random_", "threefry"))
-
-
-def _multiplied(forms: Sequence[Form]) -> Form:
-    """The form of a product of separate rows."""
-    left, right = forms
-    terms = tuple(
-        Term(product(a.powers, b.powers), guards=a.guards | b.guards) for a in left.terms for b in right.terms
-    )
-    return added([Form(terms).because(*left.reasons, *right.reasons)])
-
-
-def _plainly(form: Form, by: Form, equation: Equation) -> Form:
-    """The form of an operation that is linear in one operand; `by` must have no powers."""
-    reasons = () if by.is_plain else (Reason(f"{equation.name} at places that a count decides", equation.place),)
-    return form.because(*by.reasons, *reasons)
