@@ -671,10 +671,12 @@ def test_a_one_where_jax_takes_argnums_is_asked_about():
     assert "pass it as argnums=1" in caught.value.__notes__[0]
 
 
-def test_weight_of_takes_what_fun_returned():
-    loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
-    with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
-        optax_accum.value_and_apply_gradients(loss, build(), has_aux=True, weight_of=lambda aux: aux)
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("weight_of", r"Ratio\(weight \* mean, weight\)"), ("group_size", "Pass groups as rows")]
+)
+def test_options_that_a_step_had(name, remedy):
+    with pytest.raises(TypeError, match=f"value_and_apply_gradients has no {name}=: .*{remedy}"):
+        optax_accum.value_and_apply_gradients(ROWS_LOSS, build(), **{name: 2})
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
@@ -774,15 +776,6 @@ def test_sums_are_added_in_place_anyway():
 def test_an_overlap_that_is_no_flag():
     with pytest.raises(TypeError, match="overlap must be True, False or None: overlap=1. Leave it out"):
         optax_accum.Devices("data", overlap=1)
-
-
-def test_a_weight_beside_weight_of():
-    tx, x = build(), jnp.ones((2, 1))
-    step = optax_accum.value_and_apply_gradients(
-        lambda p, x: (jnp.mean(x @ p), 2.0), tx, has_aux=True, weight_of=lambda value, aux: aux
-    )
-    with pytest.raises(ValueError, match="weight_of brings the weight.*weight is given, too. Leave that out"):
-        step(jnp.ones(1), tx.init(jnp.ones(1)), x, weight=3.0)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ class Loss:
 
     fun: Callable[..., Any]
     returns: Returns
-    group_size: int
     weight_fn: Callable[..., Any] | None
     divisor: Divisor
     meter: Meter
@@ -64,7 +63,6 @@ class Loss:
         Without `acc` the gradient is returned instead. `flush`: whether this micro-batch closes the window, None if
         nobody has said it.
         """
-        self._check_groups(device, call)
         call = device.localized(call, call.params).fold_key(index)
 
         def fun(params: Any) -> Any:
@@ -128,11 +126,6 @@ class Loss:
             )
         return device.ending(acc, missing)
 
-    def _check_groups(self, device: Device, call: Call) -> None:
-        if self.group_size > 1 and any(map(rows.is_split, jax.tree.leaves(call[call.batch]))):
-            where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
-            rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
-
     def _adding(self, params: Tree, traced: Traced) -> Adding:
         """How the gradient is added to the accumulator inside the backward pass.
 
@@ -160,8 +153,7 @@ class Loss:
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:
             weigher = "weight_fn" if self.weight_fn else "weight"
-            owner = "weight_of" if self.returns.weight_of else "A Ratio"
-            raise ValueError(f"{owner} brings the weight of a micro-batch: {weigher} is given, too. Leave that out.")
+            raise ValueError(f"A Ratio brings the weight of a micro-batch: {weigher} is given, too. Leave that out.")
         if not self.divisor.is_mean:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '

@@ -123,20 +123,3 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def as_weight_of(weight_of: Any, weight_fn: Any) -> Any:
-    """Raises unless `weight_of` is None, or a function of the results and the only weight."""
-    if weight_of is not None and weight_fn is not None:
-        raise ValueError(
-            "A micro-batch has one weight: weight_fn knows it from the batch, weight_of from what fun returned, and "
-            "both are given. Pass one."
-        )
-    if not (weight_of is None or callable(weight_of)):
-        raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
-    if weight_of is not None and not _takes(weight_of, 2):
-        raise TypeError(
-            f"weight_of gets what fun returned, weight_of(value, aux): it takes {_signature(weight_of)}. Pass lambda "
-            'value, aux: aux["tokens"], say.'
-        )
-    return weight_of

@@ -18,7 +18,6 @@ _CONSTANT = (
     "cannot be divided by it. Return jax.lax.stop_gradient(count) if it is a constant of the loss. If it is to be "
     "differentiated, let value_and_grad cut the whole batch in one call."
 )
-_WEIGHT = _CONSTANT.replace("The count of a Ratio", "What weight_of returns").replace("(count)", "(weight) there")
 
 
 @jax.tree_util.register_dataclass
@@ -156,18 +155,6 @@ def as_ratio(loss: Any) -> Any:
 def _attributes(node: Any) -> tuple[str, ...]:
     """The attributes that hold the sum and the count, if the class, or one that it extends, is registered; else ()."""
     return next((_RECORDS[kind] for kind in type(node).__mro__ if kind in _RECORDS), ())
-
-
-def of_mean(loss: Any, weight: Any) -> Ratio:
-    if isinstance(loss, dict) or is_ratio(loss):
-        raise TypeError(
-            "weight_of is for a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
-            "counts. Leave weight_of out."
-        )
-    weight = jnp.asarray(checks.as_weight(weight, name="weight_of's result"))
-    weight = tracing.refuse_differentiation(weight, _WEIGHT)
-    loss = jnp.asarray(loss)
-    return Ratio(loss * weight.astype(dtypes.accumulator_dtype(loss.dtype, None)), weight)
 
 
 def check_loss(loss: Any, shares: Any) -> None:

@@ -81,14 +81,14 @@ class MicroBatches:
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
             parts = self.call_fun(first.with_values(names, values))
-            for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
+            for what, part in zip(("What fun returns", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
 
         loss = trace_or_run(parts_of, first[names])
         if draws.may_hide(loss.program, first):
             draws.check_keys(self.call_fun, self.iteration(0, self.call.carried).call, self.call)
-        results.check_carry(self.call.carried, loss.shapes.carry)
+        results.check_carry(self.call.carried, loss.shapes.second)
         return loss
 
     def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
@@ -142,8 +142,8 @@ class MicroBatches:
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
     def _handed_on(self, parts: Parts) -> Tree:
-        self.device.check_carry(parts.carry)
-        return dtypes.strong(parts.carry)
+        self.device.check_carry(parts.second)
+        return dtypes.strong(parts.second)
 
 
 def of_call(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:

@@ -148,7 +148,7 @@ def reduce_microbatches(
     )
     rules = _Rules(
         fun=callables.as_function(fun),
-        returns=Returns(has_carry=carry_argnum is not None, what="result"),
+        returns=Returns(carry_argnum is not None, "carry_argnum", "(result, carry)"),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         reduction=reduction,
@@ -188,7 +188,7 @@ def _reduced(rules: _Rules, call: Call) -> Any:
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.over_devices(rules.reduction, local), local)
-    return rules.returns.joined(Parts(results, carry=carry))
+    return rules.returns.joined(Parts(results, carry))
 
 
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
