@@ -657,9 +657,7 @@ def test_explain_says_what_to_pass_in_place_of_a_module():
     with pytest.raises(TypeError, match=message):
         optax_accum.explain(fun, model, x)
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # the remedy
-    found = optax_accum.explain(
-        lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, x, rest, num_microbatches=2
-    )
+    found = optax_accum.explain(lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, x, rest)
     assert found.couplings
     assert "each row takes a mean over rows" in found.reasons[0]
 

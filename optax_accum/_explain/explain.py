@@ -32,11 +32,13 @@ _OF_MODULES = (
 )
 
 
+_NUMBER = "Leave it out: what explain says does not depend on the number of micro-batches."
+_GONE = {"crossing": CROSSING, "num_microbatches": _NUMBER, "microbatch_size": _NUMBER}
+
+
 def explain(
     fun: Callable[..., Any],
     *args: Any,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
     argnums: Name | Sequence[Name] = 0,
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
@@ -45,13 +47,14 @@ def explain(
 ) -> Explanation:
     """Explains how a loss is split into micro-batches, and what they weigh.
 
-        print(explain(loss, params, batch, num_microbatches=8))
+        print(explain(loss, params, batch))
 
     It traces the loss and runs nothing. It says at which lines the loss
     takes rows together, how many loops go through the micro-batches, what
     is kept for all rows between them, and how much a micro-batch counts if
     you accumulate across calls: what the loss divides by, or why no weight
-    gives the whole batch's gradient.
+    gives the whole batch's gradient. This does not depend on the number of
+    micro-batches.
 
     Example:
       A masked mean: the loss divides by the number of tokens.
@@ -62,8 +65,7 @@ def explain(
       ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
       >>> batch = {"x": jnp.ones((16, 3)), "y": jnp.zeros(16)}
       >>> batch["mask"] = jnp.arange(16) < 7
-      >>> found = optax_accum.explain(
-      ...     loss, jnp.ones(3), batch, num_microbatches=4)
+      >>> found = optax_accum.explain(loss, jnp.ones(3), batch)
       >>> found.one_pass, found.kept_bytes
       (True, 0)
       >>> found.weights[0].of
@@ -76,10 +78,6 @@ def explain(
         or a dict of terms, which are added.
       *args: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s in
         place of them.
-      num_microbatches: into how many micro-batches the batch is split; at
-        most one of these two. What is kept and where rows are taken
-        together do not depend on it.
-      microbatch_size: the rows of a micro-batch.
       argnums: the argument to differentiate, or several, by position or
         name, as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
@@ -142,37 +140,28 @@ def explain(
         count certainly does not add up, the lines.
     """
     checks.check_flag("has_aux", has_aux, may_be_none=False)
-    is_cut = (num_microbatches, microbatch_size) != (None, None)
-    rules = as_rules(
-        fun,
-        num_microbatches if is_cut else 1,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        recompute=recompute,
-    )
+    rules = as_rules(fun, 1, argnums=argnums, has_aux=has_aux, batch_argnums=batch_argnums, recompute=recompute)
     checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
     _check_gone(rules, kwargs)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
     along = differs_along((args, list(kwargs.values())))
-    subject = Subject(rules.fun, rules.roles, arguments, rules.sizes, has_aux, along)
-    return subject.ask(lambda found: _explained(rules, subject, found, is_cut))
+    subject = Subject(rules.fun, rules.roles, arguments, has_aux, along)
+    return subject.ask(lambda found: _explained(rules, subject, found))
 
 
 def _check_gone(rules: CallRules, kwargs: dict[str, Any]) -> None:
-    if "crossing" in kwargs and not rules.roles.signature.takes("crossing"):
-        raise TypeError(f"explain has no crossing=: crossing={kwargs['crossing']!r}. {CROSSING}")
+    for name in kwargs.keys() & _GONE.keys():
+        if not rules.roles.signature.takes(name):
+            raise TypeError(f"explain has no {name}=: {name}={kwargs[name]!r}. {_GONE[name]}")
 
 
-def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
+def _explained(rules: CallRules, subject: Subject, found: TracedCall) -> Explanation:
     levels, units = found.levels, found.units
     run = _run(rules, found)
     terms = terms_of(subject, found)
     weights, reasons, verdict = _weights(subject, found, terms)
     return Explanation(
         rows=units.number * units.block,
-        num_microbatches=units.microbatches if is_cut else None,
         group=units.block,
         couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
         loops=loops_of(run),

@@ -50,7 +50,6 @@ class Subject:
     fun: Callable[..., Any]
     roles: Roles
     arguments: dict[Name, Any]
-    sizes: Sizes
     has_aux: bool
     along: tuple[frozenset[str], ...] = ()
 
@@ -65,7 +64,7 @@ class Subject:
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
             if not integers:
                 checks.check_differentiable(call[call.params], of_whole_batch=self.roles.of_whole_batch)
-            answers.append(question(trace_call(lambda call: call.apply(self.fun), call, self.sizes, call.params)))
+            answers.append(question(trace_call(lambda call: call.apply(self.fun), call, Sizes(1, None), call.params)))
 
         jax.eval_shape(read, leaves)
         return answers[0]
@@ -254,7 +253,7 @@ class Weigher:
         call = call.with_values(call.batch, _repeated(call[call.batch], _times(call[call.batch])))
         types = {name: typed(argument) for name, argument in call.arguments.items()}
         along = differs_along(list(call.arguments.values()))
-        return Subject(self.fun, self.roles, types, Sizes(1, None), self.has_aux, along=along)
+        return Subject(self.fun, self.roles, types, self.has_aux, along=along)
 
     def _read(self, call: Call) -> Read | None:
         batch = call[call.batch]
