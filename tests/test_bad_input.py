@@ -261,7 +261,7 @@ def test_a_state_that_is_not_ours():
     old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
     with pytest.raises(TypeError, match=r"AccumulationState: state=MultiStepsState.*from_multi_steps"):
         update(build(), state=old)
-    assert update(build(), state=optax_accum.from_multi_steps(old))[1].mini_step == 1  # the remedy
+    assert update(build(), state=optax_accum.from_multi_steps(old, build()))[1].mini_step == 1  # the remedy
 
 
 def test_apply_gradients_without_params():
@@ -389,15 +389,16 @@ def test_a_state_that_sums_other_mean_arguments(announced, summed):
 
 
 def test_from_multi_steps():
+    tx = build()
     with pytest.raises(ValueError, match="holds an optax.MultiStepsState: state=ScaleByAdamState"):
-        optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS))
-    with pytest.raises(ValueError, match="reduction must be"):
-        optax_accum.from_multi_steps(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), reduction="max")
+        optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS), tx)
     old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
-    with pytest.raises(TypeError, match=r'mean_args must be a tuple of names: mean_args=\'value\'.*\("value",\)'):
-        optax_accum.from_multi_steps(old, mean_args="value")
-    state = optax_accum.from_multi_steps(old, mean_args=("value",))  # the remedy
-    assert update(build(), state=state, value=1.0)[1].mini_step == 1
+    for gone in ("reduction", "mean_args"):
+        with pytest.raises(TypeError, match=rf"has no {gone}=: .*from_multi_steps\(state, tx\)"):
+            optax_accum.from_multi_steps(old, **{gone: "mean"})
+    with pytest.raises(TypeError, match="tx=.*inside a chain, pass it alone"):
+        optax_accum.from_multi_steps(old, optax.chain(tx))
+    assert update(tx, state=optax_accum.from_multi_steps(old, tx), value=1.0)[1].mini_step == 1  # the remedy
 
 
 def _refuses_float32_over_bfloat16():
