@@ -238,7 +238,7 @@ ALSO = {  # that ask something else by the same name
     "_across/window": {"communicates"},  # whether the space does
     "_space/space": {"communicates"},
     "_space/several": {"is_staged", "communicates"},  # whether it can add over devices; that it does
-    "_explain/weighing": {"is_ratio"},
+    "_explain/answers": {"is_ratio"},
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_within/traced_call": {"is_staged"},
     "_rows/resized": {"is_partial"},
@@ -427,7 +427,7 @@ def test_dir_shows_what_users_need():
 # What is there, rounded up: what adds a mechanism takes away another, and what makes it smaller lowers the budget.
 # The goals: a core of 15,200 lines, 100,000 tokens and 100 files, 21,000 lines with the products, 75 options.
 BUDGET = {
-    "core": {"files": 160, "lines": 21_550, "tokens": 157_100},
+    "core": {"files": 160, "lines": 21_550, "tokens": 157_000},
     "products": {"files": 36, "lines": 6_450, "tokens": 50_100},
 }
 OPTIONS = 75

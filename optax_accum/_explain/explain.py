@@ -7,18 +7,9 @@ from typing import Any, NamedTuple
 
 from optax_accum._arguments import checks
 from optax_accum._core.types import Name
-from optax_accum._explain.explanation import (
-    CANNOT_BE_READ,
-    EXACT,
-    NOT_EXACT,
-    PLAIN,
-    Coupling,
-    Explanation,
-    Weight,
-)
-from optax_accum._explain.weighing import Subject, differs_along, terms_of, typed, weight_fn, weight_of
+from optax_accum._explain.answers import Subject, answer_of, differs_along, typed, weight_fn
+from optax_accum._explain.explanation import PLAIN, Coupling, Explanation
 from optax_accum._rows import locality
-from optax_accum._rows.denominators import Found
 from optax_accum._rows.leveling import inside_layers, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
@@ -156,22 +147,24 @@ def _check_gone(rules: CallRules, kwargs: dict[str, Any]) -> None:
 
 
 def _explained(rules: CallRules, subject: Subject, found: TracedCall) -> Explanation:
-    levels, units = found.levels, found.units
+    levels, units, answer = found.levels, found.units, answer_of(subject, found)
     run = _run(rules, found)
-    terms = terms_of(subject, found)
-    weights, reasons, verdict = _weights(subject, found, terms)
+    reasons = [str(reason) for reason in answer.reasons]
+    if answer.terms is None:
+        reasons = ["The loss returns a Ratio, which says itself how much it counts."]
+    weights = () if reasons else answer.weights
     return Explanation(
         rows=units.number * units.block,
         group=units.block,
-        couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
+        couplings=(*couplings_of_batch(levels, answer.places), *couplings_of(levels)),
         loops=loops_of(run),
         one_pass=loops_of(run) == 1,
         kept_bytes=bytes_kept(run),
         weight=None if reasons else weight_fn(subject),
         weights=weights,
-        reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
-        verdict=verdict,
-        reasons=reasons,
+        reduction="sum" if any(weight.text == PLAIN for weight in weights) else "mean",
+        verdict=answer.verdict,
+        reasons=tuple(dict.fromkeys(reasons)),
     )
 
 
@@ -181,25 +174,6 @@ def _run(rules: CallRules, found: TracedCall) -> Levels:
         return traced_gradient(rules, found.call).levels
     except Exception:  # of a rule of the user's, say: the loss itself has been traced
         return found.levels
-
-
-def _weights(
-    subject: Subject, traced: TracedCall, terms: dict[str | None, Found] | None
-) -> tuple[tuple[Weight, ...], tuple[str, ...], str]:
-    """The weights of the terms of a loss, or the reasons why there are none; and the verdict."""
-    if terms is None:
-        return (), ("The loss returns a Ratio, which says itself how much it counts.",), EXACT
-    reasons = [reason for term in terms.values() for reason in term.reasons]
-    if reasons:
-        is_certain = any(reason.is_certain for reason in reasons)
-        return (), tuple(dict.fromkeys(map(str, reasons))), NOT_EXACT if is_certain else CANNOT_BE_READ
-    denominators, program = [one for term in terms.values() for one in term.denominators], traced.levels.program
-    weights = [weight_of(subject, program, name, one) for name, term in terms.items() for one in term.denominators]
-    sums = [weight for weight in weights if weight.text == PLAIN]
-    if sums and len(sums) < len(terms):
-        reason = f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}"
-        return (), (reason,), NOT_EXACT
-    return tuple(weights), (), EXACT if len({one.by for one in denominators}) < 2 else NOT_EXACT
 
 
 class Site(NamedTuple):
@@ -282,13 +256,6 @@ def couplings_of_batch(levels: Levels, places: set[Any]) -> list[Coupling]:
         if kind in (Kind.PARTIAL, Kind.WHOLE) and levels.model.isdisjoint(equation.ins) and equation.place in places:
             by_line.setdefault(equation.place, []).append(Site(equation, kind, 1, frozenset()))
     return [dataclasses.replace(_coupling(sites), in_parts=False, of_batch=True) for sites in by_line.values()]
-
-
-def _named(terms: dict[str | None, Found] | None) -> set[Any]:
-    """The lines that the text names: of the sums that divide the loss, and of the reasons against a weight."""
-    found = (terms or {}).values()
-    sums = {one.makes.place for term in found for one in term.denominators if one.makes}
-    return sums | {reason.place for term in found for reason in term.reasons}
 
 
 def _coupling(sites: list[Site]) -> Coupling:

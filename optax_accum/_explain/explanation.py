@@ -170,7 +170,8 @@ class Explanation:
             yield from _filled(f"{by}, {guard}, keeps the sum from zero; the weight may be 0.")
 
 
-# The error of a step across calls says it, too.
+# The error of a step across calls says these, too.
+WITHIN = "Within a call value_and_grad is exact."
 BY_ITSELF = (
     "If each micro-batch is to count by itself, as with optax.MultiSteps, build the step with exact=False; then each "
     "counts by its rows: pass weight= if rows are padded."
@@ -180,8 +181,8 @@ _BEFORE = {
     CANNOT_BE_READ: "Across calls it cannot be read how much a micro-batch counts:",
 }
 _AFTER = {
-    NOT_EXACT: f"Within a call value_and_grad is exact. {BY_ITSELF}",
-    CANNOT_BE_READ: "If micro-batches add up, pass weight= or weight_fn=. Within a call value_and_grad is exact.",
+    NOT_EXACT: f"{WITHIN} {BY_ITSELF}",
+    CANNOT_BE_READ: f"If micro-batches add up, pass weight= or weight_fn=. {WITHIN}",
 }
 
 
