@@ -25,16 +25,16 @@ PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
     "_shared": set(),
     "_core": {"_shared"},
-    "_arguments": {"_core", "_shared"},
+    "_arguments": {"_shared", "_core"},
     "_rows": {"_core"},
-    "_loss": {"_core", "_arguments"},
-    "_space": {"_core", "_arguments", "_rows", "_loss"},
-    "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
-    "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
-    "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
+    "_loss": {"_shared", "_core", "_arguments"},
+    "_space": {"_shared", "_core", "_arguments", "_rows", "_loss"},
+    "_across": {"_shared", "_core", "_arguments", "_loss", "_space", "_explain"},
+    "_within": {"_shared", "_core", "_arguments", "_rows", "_loss", "_space"},
+    "_explain": {"_shared", "_core", "_arguments", "_rows", "_loss", "_within"},
     "verify": {"_shared"},  # it sees a step from outside
     "sharding": {"_core", "_space", "_across", "accelerators"},
-    "checkpoint": {"_core", "_arguments", "sharding"},
+    "checkpoint": {"_shared", "_core", "sharding"},
     "batching": {"_shared", "_core", "_arguments", "_loss", "_across"},
     "accelerators": {"_shared"},
     "__main__": set(),
@@ -124,6 +124,28 @@ def test_a_cycle_is_found():
     sources = {"a": "from optax_accum._core import b", "b": "from optax_accum._core.a import name"}
     with pytest.raises(graphlib.CycleError, match="'a', 'b', 'a'|'b', 'a', 'b'"):
         order_of(sources, "optax_accum._core")
+
+
+def taken_elsewhere(source):
+    """The names that a module's source takes from modules that only import them, too."""
+    found = set()
+    for node in nodes(source):
+        module = re.fullmatch(r"optax_accum\.(\w+)\.(\w+)", getattr(node, "module", None) or "")
+        if module and module[2] in modules(module[1]):
+            there = (node for node in nodes(modules(module[1])[module[2]]) if isinstance(node, ast.ImportFrom))
+            imported = {alias.asname or alias.name for node in there for alias in node.names}
+            found |= {alias.name for alias in node.names} & imported
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_name_is_taken_from_the_module_that_defines_it(room):
+    assert set().union(*map(taken_elsewhere, modules(room).values())) <= {"inner_programs"}
+
+
+def test_a_name_that_is_taken_elsewhere_is_found():
+    assert taken_elsewhere("from optax_accum._core.messages import inspect, warn, warnings") == set()
+    assert taken_elsewhere("from optax_accum._core.leaves import by_path, short") == {"short"}
 
 
 def test_an_example_imports_what_users_do():

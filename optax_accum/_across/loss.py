@@ -11,7 +11,7 @@ from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
 from optax_accum._core import convolutions, matching, tracing
-from optax_accum._core.leaves import is_inexact, parted, short
+from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
@@ -19,6 +19,7 @@ from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
+from optax_accum._shared.arrays import short
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
 

@@ -9,9 +9,9 @@ import optax
 from optax_accum._across.transformation import rules_of
 from optax_accum._arguments import callables
 from optax_accum._core import arithmetic, dtypes
-from optax_accum._core.leaves import short
 from optax_accum._core.state import map_states, new_state, no_means, states_in
 from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import short
 
 _OF_TX = "Leave it out: tx, what accumulate_gradients returned, has it. from_multi_steps(state, tx)."
 

@@ -16,6 +16,7 @@ from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.weighing import ByWeight
+from optax_accum._shared.checks import as_function
 
 
 @callables.renamed(
@@ -152,7 +153,7 @@ def value_and_apply_gradients(
     roles = Roles(
         fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_batch=False
     )
-    fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
+    fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("exact", exact, may_be_none=False)
     reads = _reading(fun, roles, has_aux) if exact else None

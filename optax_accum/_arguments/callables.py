@@ -9,9 +9,8 @@ import optax
 
 from optax_accum._arguments.roles import Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core.leaves import short
-from optax_accum._core.messages import counted
-from optax_accum._shared.checks import as_function as as_function
+from optax_accum._shared.arrays import short
+from optax_accum._shared.checks import as_function, counted
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.dtypes import default_float
-from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact, short
+from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact
 from optax_accum._core.types import Weight
-from optax_accum._shared.checks import as_count as as_count
-from optax_accum._shared.checks import as_integer as as_integer
-from optax_accum._shared.checks import as_positive as as_positive
-from optax_accum._shared.checks import one_of as one_of
+from optax_accum._shared.arrays import short
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:

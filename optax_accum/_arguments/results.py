@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.leaves import by_path, short
+from optax_accum._core.leaves import by_path
+from optax_accum._shared.arrays import short
 
 
 def check_loss(loss: Any, shares: Any) -> None:

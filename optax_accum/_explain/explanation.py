@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optax_accum._core.messages import counted
 from optax_accum._rows.places import Place
+from optax_accum._shared.checks import counted
 
 WIDTH = 80
 PLAIN = "1"  # what divides a plain sum

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import dtypes, messages
-from optax_accum._core.messages import counted
 from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, differs_along, repeated, terms_of, typed
 from optax_accum._explain.explanation import BY_ITSELF, WITHIN
 from optax_accum._rows.denominators import Found, reasons_of
 from optax_accum._rows.forms import TAKES
+from optax_accum._shared.checks import counted
 from optax_accum._within.traced_call import TracedCall
 
 

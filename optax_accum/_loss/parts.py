@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
+from optax_accum._shared.arrays import short
 
 
 class Parts(NamedTuple):

@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers
-from optax_accum._core.leaves import by_path, for_each_leaf, short
+from optax_accum._core.leaves import by_path, for_each_leaf
 from optax_accum._core.types import Axes, Tree
+from optax_accum._shared.arrays import short
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

@@ -15,6 +15,7 @@ from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.parts import Parts, Returns
+from optax_accum._shared.checks import as_function
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
@@ -147,7 +148,7 @@ def reduce_microbatches(
         carry_argnum=carry_argnum,
     )
     rules = _Rules(
-        fun=callables.as_function(fun),
+        fun=as_function(fun),
         returns=Returns(carry_argnum is not None, "carry_argnum", "(result, carry)"),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
