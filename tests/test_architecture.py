@@ -40,7 +40,7 @@ ROOMS = {  # and what each stands on
     "__main__": set(),
     "plan": {"_shared", "accelerators"},  # it takes the accumulator as users do
     "primitives": {"_core", "_rows"},
-    "statistics": {"_loss", "_space"},
+    "statistics": {"_loss", "_across"},
     "flax": {"_shared", "_core", "_arguments", "_loss", "_space", "_across", "_explain"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
@@ -449,7 +449,7 @@ def test_dir_shows_what_users_need():
 # What is there, rounded up: what adds a mechanism takes away another, and what makes it smaller lowers the budget.
 # The goals: a core of 15,200 lines, 100,000 tokens and 100 files, 21,000 lines with the products, 75 options.
 BUDGET = {
-    "core": {"files": 160, "lines": 21_550, "tokens": 157_000},
+    "core": {"files": 159, "lines": 21_550, "tokens": 156_900},
     "products": {"files": 36, "lines": 6_450, "tokens": 50_100},
 }
 OPTIONS = 75
