@@ -139,7 +139,7 @@ class Loss:
         self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor
     ) -> ByWeight | ByCount:
         """How a micro-batch is weighed; `loss` holds shapes."""
-        check_loss(loss, None)
+        check_loss(loss)
         check_single(loss)
         is_ratio, is_weighed = isinstance(loss, Ratio), weight is not None or self.weight_fn is not None
         if is_ratio:

@@ -16,10 +16,8 @@ from optax_accum._shared.arrays import short
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
     """`as_scalar` for a weight, which must be counted in at least 32 bits."""
-    remedy = "Pass one number for the micro-batch, such as mask.sum()."
-    if name != "weight":
-        remedy = "Return one number for the micro-batch, such as mask.sum(), or a dict of them for a dict of terms."
-    value = as_scalar(name, weight, remedy, rows)
+    verb = "Pass" if name == "weight" else "Return"
+    value = as_scalar(name, weight, f"{verb} one number for the micro-batch, such as mask.sum().", rows)
     dtype = jnp.result_type(weight)
     if dtype.itemsize < 4:
         raise TypeError(

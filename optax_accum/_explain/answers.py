@@ -107,7 +107,7 @@ def terms_of(subject: Subject, found: TracedCall) -> Terms:
     """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them, that may add up."""
     returns, shapes = Returns(subject.has_aux), found.traced.shapes
     loss = returns.parts(shapes).loss
-    check_loss(loss, None)
+    check_loss(loss)
     others = [None if name in subject.batch else text for name, text, _ in subject.inputs]
     terms = loss if isinstance(loss, dict) else {None: loss}
     if any(map(is_ratio, terms.values())):

@@ -157,23 +157,18 @@ def _attributes(node: Any) -> tuple[str, ...]:
     return next((_RECORDS[kind] for kind in type(node).__mro__ if kind in _RECORDS), ())
 
 
-def check_loss(loss: Any, shares: Any) -> None:
+def check_loss(loss: Any) -> None:
     """Raises unless a loss is a Ratio of real scalars, a dict of Ratios, or passes `results.check_loss`."""
     terms = jax.tree.leaves(loss, is_leaf=is_ratio)
     if not any(map(is_ratio, terms)):
-        return results.check_loss(loss, shares)
+        return results.check_loss(loss)
     if not is_ratio(loss) and not (isinstance(loss, dict) and all(map(is_ratio, loss.values()))):
         raise TypeError(
             "A loss of several Ratios is a dict of nothing else: fun returned "
             f"{jax.tree.map(lambda term: type(term).__name__, loss, is_leaf=is_ratio)}. A mean over rows is "
             "Ratio(total=rows * mean, count=rows)."
         )
-    if shares is not None:
-        raise ValueError(
-            "A Ratio brings its own denominator: weight_fn is for losses that are means. Leave out weight_fn, or "
-            "return the mean."
-        )
-    return results.check_loss(totals(loss), None)
+    return results.check_loss(totals(loss))
 
 
 def check_single(loss: Any) -> None:

@@ -182,11 +182,6 @@ def place(tree: Tree, to: Tree) -> Tree:
     return jax.tree.map(move, tree, to)
 
 
-def in_shard_map() -> bool:
-    """Whether this runs inside a `jax.shard_map`, over any axes."""
-    return bool(manual_axes())
-
-
 def explicit_axes(mesh: Mesh) -> Axes:
     """The axes over which shardings are part of a type."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)

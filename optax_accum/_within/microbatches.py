@@ -15,7 +15,7 @@ from optax_accum._core import convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays, is_array, parted
 from optax_accum._core.traced import Traced, trace_or_run
-from optax_accum._core.types import Flag, Index, Name, Tree
+from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.parts import Parts
 from optax_accum._shared.draws import draws, hidden_draws
 from optax_accum._space.device import Device
@@ -76,17 +76,17 @@ class MicroBatches:
             call = call.with_arguments({call.carry: carried})
         return Iteration(index, call)
 
-    def traced(self, names: tuple[Name, ...] = ()) -> Traced:
-        """Traces `fun` for the first micro-batch, as a function of the named arguments."""
+    def traced(self) -> Traced:
+        """Traces `fun` for the first micro-batch."""
         first = self.iteration(0, self.call.carried).call
 
-        def parts_of(values: tuple[Any, ...]) -> Parts:
-            parts = self.call_fun(first.with_values(names, values))
+        def parts_of() -> Parts:
+            parts = self.call_fun(first)
             for what, part in zip(("What fun returns", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
 
-        loss = trace_or_run(parts_of, first[names])
+        loss = trace_or_run(parts_of)
         if _may_hide(loss.program, first):
             _check_keys(self.call_fun, self.iteration(0, self.call.carried).call, self.call)
         results.check_carry(self.call.carried, loss.shapes.second)
