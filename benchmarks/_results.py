@@ -26,8 +26,8 @@ WHY = {  # a target was missed, by the beginning of its name
         "slices are added one by one. Turns differ by 5 to 20 %"
     ),
     "error of a plan": (
-        "on a CPU, convolutions work in memory of their own, which XLA does not count: of the U-Net in one piece, too, a "
-        "process holds 23 % more than foretold"
+        "on a CPU, convolutions work in memory of their own, which XLA does not count: a process holds 23 % more than "
+        "foretold of the U-Net in one piece, too"
     ),
     "held by a plan": "the same; keep `safety` at 0.75 for convolutions on a CPU",
     "in place, temporary memory": (

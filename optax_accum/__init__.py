@@ -23,7 +23,7 @@ from typing import Any as _Any
 from optax_accum._across.apply import apply_gradients
 from optax_accum._across.discard import discard_window
 from optax_accum._across.jit_step import jit_step
-from optax_accum._across.mean_grads import mean_grads
+from optax_accum._across.metrics import mean_grads, metrics
 from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.policy import discard_if
 from optax_accum._across.train_step import value_and_apply_gradients
@@ -31,7 +31,6 @@ from optax_accum._across.transformation import accumulate_gradients
 from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._loss.ratio import Ratio
 from optax_accum._space.devices import Devices
-from optax_accum._space.metrics import metrics
 from optax_accum._within.microbatched import microbatched
 from optax_accum._within.reduce_microbatches import reduce_microbatches
 from optax_accum._within.value_and_grad import value_and_grad

@@ -20,9 +20,9 @@ docs/when_not.md has sources and examples.
 `optax_accum.batching` acts on the results.
 """
 
+from optax_accum._across.metrics import gradient_noise_scale
 from optax_accum._loss.meter import Options
 from optax_accum._loss.noise import Layers, NoiseScale, Statistics, smooth
-from optax_accum._space.metrics import gradient_noise_scale
 
 __all__ = [
     "Layers",

@@ -261,7 +261,7 @@ def test_a_state_that_is_not_ours():
     old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
     with pytest.raises(TypeError, match=r"AccumulationState: state=MultiStepsState.*from_multi_steps"):
         update(build(), state=old)
-    assert update(build(), state=optax_accum.from_multi_steps(old))[1].mini_step == 1  # the remedy
+    assert update(build(), state=optax_accum.from_multi_steps(old, build()))[1].mini_step == 1  # the remedy
 
 
 def test_apply_gradients_without_params():
@@ -398,15 +398,16 @@ def test_a_state_that_sums_other_mean_arguments(announced, summed):
 
 
 def test_from_multi_steps():
+    tx = build()
     with pytest.raises(ValueError, match="holds an optax.MultiStepsState: state=ScaleByAdamState"):
-        optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS))
-    with pytest.raises(ValueError, match="reduction must be"):
-        optax_accum.from_multi_steps(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), reduction="max")
+        optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS), tx)
     old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
-    with pytest.raises(TypeError, match=r'mean_args must be a tuple of names: mean_args=\'value\'.*\("value",\)'):
-        optax_accum.from_multi_steps(old, mean_args="value")
-    state = optax_accum.from_multi_steps(old, mean_args=("value",))  # the remedy
-    assert update(build(), state=state, value=1.0)[1].mini_step == 1
+    for gone in ("reduction", "mean_args"):
+        with pytest.raises(TypeError, match=rf"has no {gone}=: .*from_multi_steps\(state, tx\)"):
+            optax_accum.from_multi_steps(old, **{gone: "mean"})
+    with pytest.raises(TypeError, match="tx=.*inside a chain, pass it alone"):
+        optax_accum.from_multi_steps(old, optax.chain(tx))
+    assert update(tx, state=optax_accum.from_multi_steps(old, tx), value=1.0)[1].mini_step == 1  # the remedy
 
 
 def _refuses_float32_over_bfloat16():
@@ -666,9 +667,7 @@ def test_explain_says_what_to_pass_in_place_of_a_module():
     with pytest.raises(TypeError, match=message):
         optax_accum.explain(fun, model, x)
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # the remedy
-    found = optax_accum.explain(
-        lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, x, rest, num_microbatches=2
-    )
+    found = optax_accum.explain(lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, x, rest)
     assert found.couplings
     assert "each row takes a mean over rows" in found.reasons[0]
 
@@ -680,10 +679,12 @@ def test_a_one_where_jax_takes_argnums_is_asked_about():
     assert "pass it as argnums=1" in caught.value.__notes__[0]
 
 
-def test_weight_of_takes_what_fun_returned():
-    loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
-    with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
-        optax_accum.value_and_apply_gradients(loss, build(), has_aux=True, weight_of=lambda aux: aux)
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("weight_of", r"Ratio\(weight \* mean, weight\)"), ("group_size", "Pass groups as rows")]
+)
+def test_options_that_a_step_had(name, remedy):
+    with pytest.raises(TypeError, match=f"value_and_apply_gradients has no {name}=: .*{remedy}"):
+        optax_accum.value_and_apply_gradients(ROWS_LOSS, build(), **{name: 2})
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
@@ -783,15 +784,6 @@ def test_sums_are_added_in_place_anyway():
 def test_an_overlap_that_is_no_flag():
     with pytest.raises(TypeError, match="overlap must be True, False or None: overlap=1. Leave it out"):
         optax_accum.Devices("data", overlap=1)
-
-
-def test_a_weight_beside_weight_of():
-    tx, x = build(), jnp.ones((2, 1))
-    step = optax_accum.value_and_apply_gradients(
-        lambda p, x: (jnp.mean(x @ p), 2.0), tx, has_aux=True, weight_of=lambda value, aux: aux
-    )
-    with pytest.raises(ValueError, match="weight_of brings the weight.*weight is given, too. Leave that out"):
-        step(jnp.ones(1), tx.init(jnp.ones(1)), x, weight=3.0)
 
 
 @pytest.mark.parametrize(

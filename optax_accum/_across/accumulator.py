@@ -3,7 +3,7 @@
 import jax
 
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, matching, memory
+from optax_accum._core import arithmetic, compilers, matching
 from optax_accum._core.state import AccumulationState, holds_sum
 from optax_accum._core.types import Flag, Tree, Weight
 
@@ -18,7 +18,7 @@ class Accumulator:
 
     def on_device(self, state: AccumulationState) -> Tree:
         """The sum; fetched if it lies in the memory of the host."""
-        return memory.to_device(state.acc_grads)
+        return compilers.on_device(state.acc_grads)
 
     def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: Flag, skip: Flag) -> Tree:
         return arithmetic.add(self.on_device(state), grads, weight, first, skip)
@@ -28,7 +28,7 @@ class Accumulator:
         return state.weight + weight
 
     def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
-        return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
+        return state._replace(acc_grads=compilers.to_memory_of(total, state.acc_grads))
 
 
 class NoAccumulator(Accumulator):

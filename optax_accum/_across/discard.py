@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from optax_accum._across import outcomes
 from optax_accum._arguments import checks
-from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState, map_states, states_in
 from optax_accum._core.types import Flag, Tree
+from optax_accum._shared.arrays import short
 
 
 def discard_window(state: Tree, when: Any = True) -> Tree:

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from optax_accum._arguments import checks
 from optax_accum._core import arithmetic
 from optax_accum._core.types import Flag, Weight
+from optax_accum._shared.checks import one_of
 
 
 class Divisor(NamedTuple):
@@ -31,4 +31,4 @@ TABLE = {
 
 
 def as_divisor(reduction: str) -> Divisor:
-    return TABLE[checks.one_of("reduction", reduction, tuple(TABLE))]
+    return TABLE[one_of("reduction", reduction, tuple(TABLE))]

@@ -9,7 +9,7 @@ import optax
 
 from optax_accum._arguments import results, spelling
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core import dtypes, equations, memory
+from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.state import OTHER_WINDOWS, AccumulationState, states_in
 from optax_accum._core.types import Tree
 
@@ -23,7 +23,7 @@ def update(
 
     Updates have the dtypes that `grads` would have given; the state keeps its dtypes and its memory (the host's, say).
     """
-    old = memory.to_device(state)
+    old = compilers.on_device(state)
 
     def run(grads: Any) -> Any:
         return inner.update(grads, old, params, **extra_args)
@@ -50,7 +50,7 @@ def update(
         check_inner_state(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
     results.check_kinds("The state of the inner optimizer", new, old, remedy)
-    return updates, memory.to_memory_of(dtypes.cast_like(new, old), state)
+    return updates, compilers.to_memory_of(dtypes.cast_like(new, old), state)
 
 
 def same_tree(new: Tree, old: Tree) -> bool:

@@ -11,7 +11,7 @@ from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
 from optax_accum._core import convolutions, matching, tracing
-from optax_accum._core.leaves import is_inexact, parted, short
+from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
@@ -19,6 +19,7 @@ from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
 from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
+from optax_accum._shared.arrays import short
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
 
@@ -46,7 +47,6 @@ class Loss:
 
     fun: Callable[..., Any]
     returns: Returns
-    group_size: int
     weight_fn: Callable[..., Any] | None
     divisor: Divisor
     meter: Meter
@@ -59,7 +59,6 @@ class Loss:
         Without `acc` the gradient is returned instead. `flush`: whether this micro-batch closes the window, None if
         nobody has said it.
         """
-        self._check_groups(device, call)
         call = device.localized(call, call.params).fold_key(index)
 
         def fun(params: Any) -> Any:
@@ -117,11 +116,6 @@ class Loss:
             )
         return device.ending(acc, missing)
 
-    def _check_groups(self, device: Device, call: Call) -> None:
-        if self.group_size > 1 and any(map(rows.is_split, jax.tree.leaves(call[call.batch]))):
-            where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
-            rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
-
     def _adding(self, params: Tree, traced: Traced) -> Adding:
         """How the gradient is added to the accumulator inside the backward pass.
 
@@ -134,7 +128,7 @@ class Loss:
         self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor
     ) -> ByWeight | ByCount:
         """How a micro-batch is weighed; `loss` holds shapes."""
-        check_loss(loss, None)
+        check_loss(loss)
         check_single(loss)
         is_ratio, is_weighed = isinstance(loss, Ratio), weight is not None or self.weight_fn is not None
         if is_ratio:
@@ -149,8 +143,7 @@ class Loss:
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:
             weigher = "weight_fn" if self.weight_fn else "weight"
-            owner = "weight_of" if self.returns.weight_of else "A Ratio"
-            raise ValueError(f"{owner} brings the weight of a micro-batch: {weigher} is given, too. Leave that out.")
+            raise ValueError(f"A Ratio brings the weight of a micro-batch: {weigher} is given, too. Leave that out.")
         if not self.divisor.is_mean:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '

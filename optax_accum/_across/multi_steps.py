@@ -1,24 +1,23 @@
 """From a state of `optax.MultiSteps` to one of ours, in mid-window too."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across.divisor import as_divisor
+from optax_accum._across.transformation import rules_of
+from optax_accum._arguments import callables
 from optax_accum._core import arithmetic, dtypes
-from optax_accum._core.state import as_mean_args, map_states, new_state, no_means, states_in
+from optax_accum._core.state import map_states, new_state, no_means, states_in
 from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import short
+
+_OF_TX = "Leave it out: tx, what accumulate_gradients returned, has it. from_multi_steps(state, tx)."
 
 
-def from_multi_steps(
-    state: Tree,
-    *,
-    reduction: Literal["mean", "sum"] = "mean",
-    mean_args: Sequence[str] | Mapping[str, Tree] = ("value",),
-) -> Tree:
+@callables.renamed("every in accumulate_gradients", reduction=_OF_TX, mean_args=_OF_TX)
+def from_multi_steps(state: Tree, tx: optax.GradientTransformation) -> Tree:
     """Turns the state of a running `optax.MultiSteps` into ours.
 
     The state may be in the middle of a window. `optax.MultiSteps` keeps the
@@ -28,18 +27,16 @@ def from_multi_steps(
     Args:
       state: an `optax.MultiStepsState`, or any optimizer state with some
         inside; the rest is returned as it is.
-      reduction: `"mean"` for `MultiSteps(use_grad_mean=True)`, its default;
-        `"sum"` for `use_grad_mean=False`.
-      mean_args: what `accumulate_gradients` is given as `mean_args`.
+      tx: what `accumulate_gradients(inner, every)` returned, with the same
+        `inner`; `reduction="sum"` if it was `use_grad_mean=False`. Where it
+        stands inside a chain, pass it alone.
 
     Returns:
-      The state to continue with in `accumulate_gradients(inner, every)`,
-      with the same `inner`.
+      The state to continue with in `tx`.
 
     Raises:
-      ValueError: `reduction` is neither, or `state` holds no
-        `optax.MultiStepsState`.
-      TypeError: `mean_args` is no tuple of names.
+      ValueError: `state` holds no `optax.MultiStepsState`.
+      TypeError: `tx` is not what `accumulate_gradients` returned.
 
     Guarantees:
       * In the middle of a window: the window goes on, and each of its
@@ -51,7 +48,7 @@ def from_multi_steps(
         made with `init`.
       * `should_skip_update_fn` was given: the counters go on, and its
         `skip_state` with them.
-      * The wrong `reduction`: it is not detected, and the current window is
+      * The other `reduction`: it is not detected, and the current window is
         divided wrongly.
 
     Example:
@@ -60,13 +57,18 @@ def from_multi_steps(
       >>> old = optax.MultiSteps(optax.adam(0.1), 4)
       >>> _, old_state = old.update(jnp.ones(3), old.init(params), params)
       >>> tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=4)
-      >>> state = optax_accum.from_multi_steps(old_state)
+      >>> state = optax_accum.from_multi_steps(old_state, tx)
       >>> _, state = tx.update(jnp.ones(3), state, params)
       >>> state.mini_step.item(), state.weight.item()
       (2, 2.0)
     """
-    divisor = as_divisor(reduction)
-    examples = as_mean_args(mean_args)
+    rules = rules_of(tx)
+    if rules is None:
+        raise TypeError(
+            f"from_multi_steps needs the transformation in which the run goes on: tx={short(tx)}. Pass what "
+            "accumulate_gradients(inner, every) returned; if that stands inside a chain, pass it alone."
+        )
+    divisor, examples = rules.divisor, rules.mean_args
     if not states_in(state, optax.MultiStepsState):
         raise ValueError(
             f"from_multi_steps needs a state that holds an optax.MultiStepsState: state={type(state).__name__}. "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core import arithmetic, compilers, dtypes, flags, memory, sums
+from optax_accum._core import arithmetic, compilers, dtypes, flags, sums
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Tree
 from optax_accum._space.space import Space
@@ -154,5 +154,5 @@ def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
     def select(a: Any, b: Any) -> Any:
         return a if dtypes.is_float0(a) else jnp.where(flag, a, b)
 
-    chosen = jax.tree.map(select, *map(memory.to_device, (on_true, on_false)))
-    return memory.to_memory_of(chosen, on_false)
+    chosen = jax.tree.map(select, *map(compilers.on_device, (on_true, on_false)))
+    return compilers.to_memory_of(chosen, on_false)

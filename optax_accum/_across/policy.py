@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks, results
 from optax_accum._core import arithmetic, dtypes
-from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Tree, Weight
+from optax_accum._shared.arrays import short
+from optax_accum._shared.checks import one_of
 from optax_accum._space.space import Space
 
 Name = Literal["propagate", "skip", "omit", "discard"]
@@ -107,7 +108,7 @@ def as_policy(nonfinite: Any) -> Policy:
         return _from_window_rule(nonfinite.rule)
     if callable(nonfinite):
         return _from_callable(cast(Skip, nonfinite))
-    return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
+    return TABLE[one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
 
 
 def _join_all(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:

@@ -9,9 +9,10 @@ from jax.core import Tracer
 
 from optax_accum._arguments import checks
 from optax_accum._core import flags
-from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Weight
+from optax_accum._shared.arrays import short
+from optax_accum._shared.checks import as_integer
 
 
 class Schedule(NamedTuple):
@@ -96,7 +97,7 @@ def _as_int(every: Any) -> int:
     rule = "every must be an integer >= 1, a callable of gradient_step, or None"
     if isinstance(every, Tracer):
         raise TypeError(f"{rule}: every={every}. A value known only at run time goes into a callable, or use flush.")
-    number = checks.as_integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
+    number = as_integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
     if number > jnp.iinfo(jnp.int32).max:
         raise ValueError(
             f"{rule}, below 2**31, as micro-steps are counted in int32: every={number}. Use every=None and flush for a "

@@ -122,8 +122,7 @@ class Step:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
         if self.weight_from_loss is None or not call.batch or not any(map(has_several, states_in(state))):
             return keywords
-        ways = keywords.weight, self.loss.weight_fn, self.loss.returns.weight_of
-        is_weighed = any(way is not None for way in ways)
+        is_weighed = keywords.weight is not None or self.loss.weight_fn is not None
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
         takes_a_sum = ignored_args(self.inner, ["rows"], args, extra_args)

@@ -16,10 +16,14 @@ from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.weighing import ByWeight
+from optax_accum._shared.checks import as_function
 
 
 @callables.renamed(
-    "every in accumulate_gradients", in_place="Leave it out: gradients are added in place, and differentiated again."
+    "every in accumulate_gradients",
+    group_size="Pass groups as rows, leaf.reshape(-1, group_size, *leaf.shape[1:]), and let fun merge the two axes.",
+    in_place="Leave it out: gradients are added in place, and differentiated again.",
+    weight_of="Let fun return a Ratio: of a mean, Ratio(weight * mean, weight).",
 )
 def value_and_apply_gradients(
     fun: Callable[..., Any],
@@ -28,9 +32,7 @@ def value_and_apply_gradients(
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
     whole_argnums: Name | Sequence[Name] = (),
-    group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
-    weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
     exact: bool = True,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
@@ -57,8 +59,6 @@ def value_and_apply_gradients(
         for a loss without one.
       whole_argnums: arguments that are no part of the batch though they
         have as many rows, and keys that all micro-batches share on purpose.
-      group_size: this many consecutive rows belong together; the number
-        must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
         as `batch["mask"].sum()`. By default what the traced loss divides
         by: a sum over a mask, or the number of rows, and rows with a
@@ -66,9 +66,6 @@ def value_and_apply_gradients(
         sum. `weight=` in a call replaces it. (A window inside a chain is
         told the same.) No weight is right for a loss that compares rows:
         see `exact`.
-      weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
-        (`aux` is None without `has_aux`): losses times weights are added,
-        and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i
         of a window gets `jax.random.fold_in(key, i)`, with `devices` of
         a key of the device's own. Pass another key in each window.
@@ -133,8 +130,8 @@ def value_and_apply_gradients(
         first (above), or where it overlaps, the
         micro-batch may be run all the same: it adds nothing, and what `fun`
         returned is returned.
-      * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
-        loss with `jnp.maximum`.
+      * A `Ratio` counts 0: the micro-batch is run, and adds nothing; guard
+        a 0 / 0 in its total with `jnp.maximum`.
       * `fun` communicates over these devices: one more number, the weight, is
         added over the devices.
 
@@ -156,14 +153,13 @@ def value_and_apply_gradients(
     roles = Roles(
         fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_batch=False
     )
-    fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
+    fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("exact", exact, may_be_none=False)
     weight_from_loss = _weight_from_loss(fun, roles, has_aux) if exact else None
     loss = Loss(
         fun,
-        returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
-        group_size=checks.as_positive("group_size", group_size) or 1,
+        returns=Returns(has_aux),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),

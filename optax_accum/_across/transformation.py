@@ -18,6 +18,7 @@ from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state, no_means
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
+from optax_accum._shared.checks import as_positive
 from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
@@ -282,7 +283,7 @@ def update(
     space = here(rules.devices)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
     if not isinstance(rows, jax.Array):  # an array is the denominator of a loss
-        rows = checks.as_positive("rows", rows) or 1
+        rows = as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
     batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

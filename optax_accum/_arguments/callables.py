@@ -9,9 +9,8 @@ import optax
 
 from optax_accum._arguments.roles import Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core.leaves import short
-from optax_accum._core.messages import counted
-from optax_accum._shared.checks import as_function as as_function
+from optax_accum._shared.arrays import short
+from optax_accum._shared.checks import as_function, counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,20 +122,3 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def as_weight_of(weight_of: Any, weight_fn: Any) -> Any:
-    """Raises unless `weight_of` is None, or a function of the results and the only weight."""
-    if weight_of is not None and weight_fn is not None:
-        raise ValueError(
-            "A micro-batch has one weight: weight_fn knows it from the batch, weight_of from what fun returned, and "
-            "both are given. Pass one."
-        )
-    if not (weight_of is None or callable(weight_of)):
-        raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
-    if weight_of is not None and not _takes(weight_of, 2):
-        raise TypeError(
-            f"weight_of gets what fun returned, weight_of(value, aux): it takes {_signature(weight_of)}. Pass lambda "
-            'value, aux: aux["tokens"], say.'
-        )
-    return weight_of

@@ -9,20 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.dtypes import default_float
-from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact, short
+from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact
 from optax_accum._core.types import Weight
-from optax_accum._shared.checks import as_count as as_count
-from optax_accum._shared.checks import as_integer as as_integer
-from optax_accum._shared.checks import as_positive as as_positive
-from optax_accum._shared.checks import one_of as one_of
+from optax_accum._shared.arrays import short
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
     """`as_scalar` for a weight, which must be counted in at least 32 bits."""
-    remedy = "Pass one number for the micro-batch, such as mask.sum()."
-    if name != "weight":
-        remedy = "Return one number for the micro-batch, such as mask.sum(), or a dict of them for a dict of terms."
-    value = as_scalar(name, weight, remedy, rows)
+    verb = "Pass" if name == "weight" else "Return"
+    value = as_scalar(name, weight, f"{verb} one number for the micro-batch, such as mask.sum().", rows)
     dtype = jnp.result_type(weight)
     if dtype.itemsize < 4:
         raise TypeError(

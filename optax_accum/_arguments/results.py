@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.leaves import by_path, short
+from optax_accum._core.leaves import by_path
+from optax_accum._shared.arrays import short
 
 
-def check_loss(loss: Any, shares: Any) -> None:
-    """Raises unless the loss is a real scalar, or a dict of them with the keys of the weights."""
+def check_loss(loss: Any) -> None:
+    """Raises unless the loss is a real scalar, or a dict of them."""
     if type(loss) is tuple:
         raise TypeError(
             f"fun must return a real scalar loss, or a dict of them: it returned a tuple of {len(loss)}. If that is "
@@ -21,17 +22,10 @@ def check_loss(loss: Any, shares: Any) -> None:
                 f"fun must return a real scalar loss, or a dict of them: {path} is {short(leaf)}. Reduce it with "
                 "jnp.mean, say; with has_aux=True the loss comes first."
             )
-    terms = sorted(loss) if isinstance(loss, dict) else None
-    wanted = sorted(shares) if isinstance(shares, dict) else None
-    if not terms and not hasattr(loss, "dtype"):
+    if not (isinstance(loss, dict) and loss) and not hasattr(loss, "dtype"):
         raise TypeError(
             f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Return one number; "
             "with has_aux=True, return (loss, aux)."
-        )
-    if shares is not None and terms != wanted:
-        raise ValueError(
-            f"weight_fn must return a weight for each term of the loss: the loss has {terms or 'no terms'}, the "
-            f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
         )
 
 

@@ -10,8 +10,9 @@ from jax.tree_util import all_leaves
 
 from optax_accum._arguments import signature
 from optax_accum._core import dtypes
-from optax_accum._core.leaves import by_path, check_arrays, is_key, short
+from optax_accum._core.leaves import by_path, check_arrays
 from optax_accum._core.types import Name, Tree
+from optax_accum._shared.arrays import is_key, short
 
 Names = dict[str, tuple[Name, ...]]  # the arguments in each role
 

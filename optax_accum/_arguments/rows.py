@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core.types import Tree
-from optax_accum._shared.checks import check_groups as check_groups
 
 
 def count_rows(batch: Tree) -> int:

@@ -235,10 +235,13 @@ def on_host(leaf: Any) -> bool:
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def on_device(leaf: Any) -> Any:
-    """An array in the memory of the device: one in that of the host is brought there."""
-    return moved(leaf, to_host=False) if on_host(leaf) else leaf
+def on_device(tree: Tree) -> Tree:
+    """Moves leaves that lie in host memory to the device."""
+    move = lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf
+    return jax.tree.map(move, tree)
 
 
-def moved(leaf: Any, *, to_host: bool) -> Any:
-    return jax.device_put(leaf, jax.memory.Space.Host if to_host else jax.memory.Space.Device)
+def to_memory_of(tree: Tree, like: Tree) -> Tree:
+    """Moves leaves to host memory where the leaf of `like` lies there."""
+    move = lambda leaf, old: jax.device_put(leaf, jax.memory.Space.Host) if on_host(old) else leaf
+    return jax.tree.map(move, tree, like)

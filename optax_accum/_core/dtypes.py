@@ -46,6 +46,11 @@ def holds(dtype: Any, other: Any) -> bool:
     return own.nmant >= its.nmant and own.maxexp >= its.maxexp
 
 
+def of_sum(dtype: Any) -> Any:
+    """The dtype in which numbers are added: at least float32; integers stay."""
+    return accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
 def wide(dtype: Any) -> jnp.dtype:
     """The dtype in which numbers of any dtype are averaged."""
     return accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)

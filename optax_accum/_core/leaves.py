@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.types import Tree
-from optax_accum._shared.arrays import is_key as is_key
-from optax_accum._shared.arrays import short as short
+from optax_accum._shared.arrays import short
 
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
 

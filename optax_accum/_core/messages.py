@@ -4,8 +4,6 @@ import inspect
 import sys
 import warnings
 
-from optax_accum._shared.checks import counted as counted
-
 _LIBRARIES = {"optax_accum", "jax", "jaxlib", "optax", "flax"} | sys.stdlib_module_names
 
 

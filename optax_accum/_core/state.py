@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._core import dtypes
-from optax_accum._core.leaves import by_path, is_inexact, short
+from optax_accum._core.leaves import by_path, is_inexact
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
+from optax_accum._shared.arrays import short
 
 
 class AccumulationState(NamedTuple):

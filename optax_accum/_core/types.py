@@ -1,9 +1,10 @@
 """The types of type hints: a tree, a weight, a flag, an index, a name, axes."""
 
+from typing import Any
+
 import jax
 
-from optax_accum._shared.arrays import Tree as Tree
-
+Tree = Any
 Weight = float | jax.Array  # a Python float is known when tracing, an array when running
 Flag = bool | jax.Array  # so is a Python bool
 Index = int | jax.Array  # of a micro-batch; the remainder is the last

@@ -7,18 +7,9 @@ from typing import Any, NamedTuple
 
 from optax_accum._arguments import checks
 from optax_accum._core.types import Name
-from optax_accum._explain.explanation import (
-    CANNOT_BE_READ,
-    EXACT,
-    NOT_EXACT,
-    PLAIN,
-    Coupling,
-    Explanation,
-    Weight,
-)
-from optax_accum._explain.weighing import Subject, differs_along, terms_of, typed, weight_fn, weight_of
+from optax_accum._explain.answers import Subject, answer_of, differs_along, typed, weight_fn
+from optax_accum._explain.explanation import PLAIN, Coupling, Explanation
 from optax_accum._rows import locality
-from optax_accum._rows.denominators import Found
 from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
@@ -32,11 +23,13 @@ _OF_MODULES = (
 )
 
 
+_NUMBER = "Leave it out: what explain says does not depend on the number of micro-batches."
+_GONE = {"crossing": CROSSING, "num_microbatches": _NUMBER, "microbatch_size": _NUMBER}
+
+
 def explain(
     fun: Callable[..., Any],
     *args: Any,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
     argnums: Name | Sequence[Name] = 0,
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
@@ -45,13 +38,14 @@ def explain(
 ) -> Explanation:
     """Explains how a loss is split into micro-batches, and what they weigh.
 
-        print(explain(loss, params, batch, num_microbatches=8))
+        print(explain(loss, params, batch))
 
     It traces the loss and runs nothing. It says at which lines the loss
     takes rows together, how many loops go through the micro-batches, what
     is kept for all rows between them, and how much a micro-batch counts if
     you accumulate across calls: what the loss divides by, or why no weight
-    gives the whole batch's gradient.
+    gives the whole batch's gradient. This does not depend on the number of
+    micro-batches.
 
     Example:
       A masked mean: the loss divides by the number of tokens.
@@ -62,8 +56,7 @@ def explain(
       ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
       >>> batch = {"x": jnp.ones((16, 3)), "y": jnp.zeros(16)}
       >>> batch["mask"] = jnp.arange(16) < 7
-      >>> found = optax_accum.explain(
-      ...     loss, jnp.ones(3), batch, num_microbatches=4)
+      >>> found = optax_accum.explain(loss, jnp.ones(3), batch)
       >>> found.one_pass, found.kept_bytes
       (True, 0)
       >>> found.weights[0].of
@@ -76,10 +69,6 @@ def explain(
         or a dict of terms, which are added.
       *args: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s in
         place of them.
-      num_microbatches: into how many micro-batches the batch is split; at
-        most one of these two. What is kept and where rows are taken
-        together do not depend on it.
-      microbatch_size: the rows of a micro-batch.
       argnums: the argument to differentiate, or several, by position or
         name, as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
@@ -142,47 +131,40 @@ def explain(
         count certainly does not add up, the lines.
     """
     checks.check_flag("has_aux", has_aux, may_be_none=False)
-    is_cut = (num_microbatches, microbatch_size) != (None, None)
-    rules = as_rules(
-        fun,
-        num_microbatches if is_cut else 1,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        recompute=recompute,
-    )
+    rules = as_rules(fun, 1, argnums=argnums, has_aux=has_aux, batch_argnums=batch_argnums, recompute=recompute)
     checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
     _check_gone(rules, kwargs)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
     along = differs_along((args, list(kwargs.values())))
-    subject = Subject(rules.fun, rules.roles, arguments, rules.sizes, has_aux, along)
-    return subject.ask(lambda found: _explained(rules, subject, found, is_cut))
+    subject = Subject(rules.fun, rules.roles, arguments, has_aux, along)
+    return subject.ask(lambda found: _explained(rules, subject, found))
 
 
 def _check_gone(rules: CallRules, kwargs: dict[str, Any]) -> None:
-    if "crossing" in kwargs and not rules.roles.signature.takes("crossing"):
-        raise TypeError(f"explain has no crossing=: crossing={kwargs['crossing']!r}. {CROSSING}")
+    for name in kwargs.keys() & _GONE.keys():
+        if not rules.roles.signature.takes(name):
+            raise TypeError(f"explain has no {name}=: {name}={kwargs[name]!r}. {_GONE[name]}")
 
 
-def _explained(rules: CallRules, subject: Subject, found: TracedCall, is_cut: bool) -> Explanation:
-    levels, units = found.levels, found.units
+def _explained(rules: CallRules, subject: Subject, found: TracedCall) -> Explanation:
+    levels, units, answer = found.levels, found.units, answer_of(subject, found)
     run = _run(rules, found)
-    terms = terms_of(subject, found)
-    weights, reasons, verdict = _weights(subject, found, terms)
+    reasons = [str(reason) for reason in answer.reasons]
+    if answer.terms is None:
+        reasons = ["The loss returns a Ratio, which says itself how much it counts."]
+    weights = () if reasons else answer.weights
     return Explanation(
         rows=units.count * units.block,
-        num_microbatches=units.microbatches if is_cut else None,
         group=units.block,
-        couplings=(*couplings_of_batch(levels, _named(terms)), *couplings_of(levels)),
+        couplings=(*couplings_of_batch(levels, answer.places), *couplings_of(levels)),
         loops=loops_of(run),
         one_pass=loops_of(run) == 1,
         kept_bytes=bytes_kept(run),
         weight=None if reasons else weight_fn(subject),
         weights=weights,
-        reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
-        verdict=verdict,
-        reasons=reasons,
+        reduction="sum" if any(weight.text == PLAIN for weight in weights) else "mean",
+        verdict=answer.verdict,
+        reasons=tuple(dict.fromkeys(reasons)),
     )
 
 
@@ -192,25 +174,6 @@ def _run(rules: CallRules, found: TracedCall) -> Levels:
         return traced_gradient(rules, found.call).levels
     except Exception:  # of a rule of the user's, say: the loss itself has been traced
         return found.levels
-
-
-def _weights(
-    subject: Subject, traced: TracedCall, terms: dict[str | None, Found] | None
-) -> tuple[tuple[Weight, ...], tuple[str, ...], str]:
-    """The weights of the terms of a loss, or the reasons why there are none; and the verdict."""
-    if terms is None:
-        return (), ("The loss returns a Ratio, which says itself how much it counts.",), EXACT
-    reasons = [reason for term in terms.values() for reason in term.reasons]
-    if reasons:
-        is_certain = any(reason.is_certain for reason in reasons)
-        return (), tuple(dict.fromkeys(map(str, reasons))), NOT_EXACT if is_certain else CANNOT_BE_READ
-    denominators, program = [one for term in terms.values() for one in term.denominators], traced.levels.program
-    weights = [weight_of(subject, program, name, one) for name, term in terms.items() for one in term.denominators]
-    sums = [weight for weight in weights if weight.text == PLAIN]
-    if sums and len(sums) < len(terms):
-        reason = f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}"
-        return (), (reason,), NOT_EXACT
-    return tuple(weights), (), EXACT if len({one.by for one in denominators}) < 2 else NOT_EXACT
 
 
 class Site(NamedTuple):
@@ -294,13 +257,6 @@ def couplings_of_batch(levels: Levels, places: set[Any]) -> list[Coupling]:
         if kind in (Kind.PARTIAL, Kind.WHOLE) and of_batch and equation.place in places:
             by_line.setdefault(equation.place, []).append(Site(equation, kind, 1, frozenset()))
     return [dataclasses.replace(_coupling(sites), in_parts=False, of_batch=True) for sites in by_line.values()]
-
-
-def _named(terms: dict[str | None, Found] | None) -> set[Any]:
-    """The lines that the text names: of the sums that divide the loss, and of the reasons against a weight."""
-    found = (terms or {}).values()
-    sums = {one.makes.place for term in found for one in term.denominators if one.makes}
-    return sums | {reason.place for term in found for reason in term.reasons}
 
 
 def _coupling(sites: list[Site]) -> Coupling:

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optax_accum._core.messages import counted
 from optax_accum._rows.places import Place
+from optax_accum._shared.checks import counted
 
 WIDTH = 80
 PLAIN = "1"  # what divides a plain sum
@@ -81,8 +81,6 @@ class Explanation:
 
     Attributes:
       rows: the number of rows of the batch.
-      num_microbatches: into how many they are split; None where `explain`
-        was not told.
       group: so many consecutive rows always stay in one micro-batch.
       couplings: where rows are taken together, by line.
       loops: how many times the micro-batches are gone through, forward or
@@ -105,7 +103,6 @@ class Explanation:
     """
 
     rows: int
-    num_microbatches: int | None
     group: int
     couplings: tuple[Coupling, ...]
     loops: int
@@ -137,16 +134,15 @@ class Explanation:
             yield from _filled(f"{name} ({place}) runs on all rows: it is not known to treat rows one by one.")
 
     def _split(self) -> str:
-        rows = counted(self.rows, "row")
-        split = f"{rows} in {counted(self.num_microbatches, 'micro-batch')}" if self.num_microbatches else rows
-        return split + (f", {self.group} consecutive ones together." if self.group > 1 else ".")
+        together = f", {self.group} consecutive ones together" if self.group > 1 else ""
+        return f"{counted(self.rows, 'row')}{together}."
 
     def _passes(self) -> str:
         if not self.couplings:
             return "No rows are taken together."
         if self.one_pass:
-            return "Each runs once, forward and backward."
-        return f"{counted(self.loops, 'loop')} go through them, one after the other."
+            return "Each micro-batch runs once, forward and backward."
+        return f"{counted(self.loops, 'loop')} go through the micro-batches, one after the other."
 
     def _memory(self) -> str:
         if not self.kept_bytes:
@@ -174,7 +170,8 @@ class Explanation:
             yield from _filled(f"{by}, {guard}, keeps the sum from zero; the weight may be 0.")
 
 
-# The error of a step across calls says it, too.
+# The error of a step across calls says these, too.
+WITHIN = "Within a call value_and_grad is exact."
 BY_ITSELF = (
     "If each micro-batch is to count by itself, as with optax.MultiSteps, build the step with exact=False; then each "
     "counts by its rows: pass weight= if rows are padded."
@@ -184,8 +181,8 @@ _BEFORE = {
     CANNOT_BE_READ: "Across calls it cannot be read how much a micro-batch counts:",
 }
 _AFTER = {
-    NOT_EXACT: f"Within a call value_and_grad is exact. {BY_ITSELF}",
-    CANNOT_BE_READ: "If micro-batches add up, pass weight= or weight_fn=. Within a call value_and_grad is exact.",
+    NOT_EXACT: f"{WITHIN} {BY_ITSELF}",
+    CANNOT_BE_READ: f"If micro-batches add up, pass weight= or weight_fn=. {WITHIN}",
 }
 
 

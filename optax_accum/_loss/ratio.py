@@ -18,7 +18,6 @@ _CONSTANT = (
     "cannot be divided by it. Return jax.lax.stop_gradient(count) if it is a constant of the loss. If it is to be "
     "differentiated, let value_and_grad split the whole batch in one call."
 )
-_WEIGHT = _CONSTANT.replace("The count of a Ratio", "What weight_of returns").replace("(count)", "(weight) there")
 
 
 @jax.tree_util.register_dataclass
@@ -158,35 +157,18 @@ def _attributes(node: Any) -> tuple[str, ...]:
     return next((_RECORDS[kind] for kind in type(node).__mro__ if kind in _RECORDS), ())
 
 
-def from_mean(loss: Any, weight: Any) -> Ratio:
-    if isinstance(loss, dict) or is_ratio(loss):
-        raise TypeError(
-            "weight_of is for a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
-            "counts. Leave weight_of out."
-        )
-    weight = jnp.asarray(checks.as_weight(weight, name="weight_of's result"))
-    weight = tracing.refuse_differentiation(weight, _WEIGHT)
-    loss = jnp.asarray(loss)
-    return Ratio(loss * weight.astype(dtypes.accumulator_dtype(loss.dtype, None)), weight)
-
-
-def check_loss(loss: Any, shares: Any) -> None:
+def check_loss(loss: Any) -> None:
     """Raises unless a loss is a Ratio of real scalars, a dict of Ratios, or passes `results.check_loss`."""
     terms = jax.tree.leaves(loss, is_leaf=is_ratio)
     if not any(map(is_ratio, terms)):
-        return results.check_loss(loss, shares)
+        return results.check_loss(loss)
     if not is_ratio(loss) and not (isinstance(loss, dict) and all(map(is_ratio, loss.values()))):
         raise TypeError(
             "A loss of several Ratios is a dict of nothing else: fun returned "
             f"{jax.tree.map(lambda term: type(term).__name__, loss, is_leaf=is_ratio)}. A mean over rows is "
             "Ratio(total=rows * mean, count=rows)."
         )
-    if shares is not None:
-        raise ValueError(
-            "A Ratio brings its own denominator: weight_fn is for losses that are means. Leave out weight_fn, or "
-            "return the mean."
-        )
-    return results.check_loss(totals(loss), None)
+    return results.check_loss(totals(loss))
 
 
 def check_single(loss: Any) -> None:

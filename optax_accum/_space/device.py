@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers
 from optax_accum._core.folds import MAX, MIN, SUM, Fold
-from optax_accum._core.leaves import is_array, is_key, parted
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
+from optax_accum._shared.arrays import is_key
 from optax_accum._space import collectives, mapped
 from optax_accum._space.ending import Ending, Endings
 from optax_accum._space.together import together

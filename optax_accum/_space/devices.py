@@ -138,7 +138,8 @@ def has_several(state: AccumulationState) -> bool:
     """Whether a window has several micro-batches: of several calls, or, with `every=1`, one on each device."""
     if not holds_partial_sums(state):
         return holds_sum(state)
-    return holds_sum(state) or len(state.weight) > 1 or meshes.in_shard_map()  # there each device sees its own alone
+    sees_own_alone = bool(meshes.manual_axes())
+    return holds_sum(state) or len(state.weight) > 1 or sees_own_alone
 
 
 def check_local(grads: Tree, axes: Axes) -> None:

@@ -267,3 +267,10 @@ def _check_divides(axes: Axes, mesh: meshes.Mesh, rows: int) -> None:
             f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, with a mask, and leave the padding out of "
             "the loss: jnp.sum(mask * errors) / jnp.sum(mask)."
         )
+
+
+def totals(sums: Tree, weight: jax.Array) -> Tree:
+    """Adds the sums of a state over all its devices, which `weight` tells: one number, or one for each."""
+    weight = jnp.asarray(weight)
+    axes = axes_of(weight)
+    return jax.tree.map(lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0) if weight.ndim else leaf, axes), sums)

@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers
-from optax_accum._core.leaves import by_path, for_each_leaf, short
+from optax_accum._core.leaves import by_path, for_each_leaf
 from optax_accum._core.types import Axes, Tree
+from optax_accum._shared.arrays import short
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -179,11 +180,6 @@ def place(tree: Tree, to: Tree) -> Tree:
         return leaf if auto is None else jax.lax.with_sharding_constraint(leaf, auto)
 
     return jax.tree.map(move, tree, to)
-
-
-def in_shard_map() -> bool:
-    """Whether this runs inside a `jax.shard_map`, over any axes."""
-    return bool(manual_axes())
 
 
 def explicit_axes(mesh: Mesh) -> Axes:

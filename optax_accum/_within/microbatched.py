@@ -10,6 +10,7 @@ from optax_accum._arguments import callables
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Name, Tree
+from optax_accum._shared.checks import as_function
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
@@ -123,7 +124,7 @@ def microbatched(
     """
     sizes = splitting.as_sizes(num_microbatches, microbatch_size)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False, of_whole_batch=True)
-    fun, over = callables.as_function(fun), as_devices(devices, of_gradients=False)
+    fun, over = as_function(fun), as_devices(devices, of_gradients=False)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments import checks, draws, results
+from optax_accum._arguments import checks, results
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import is_split
 from optax_accum._core import convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
-from optax_accum._core.leaves import check_arrays
+from optax_accum._core.leaves import check_arrays, is_array, parted
 from optax_accum._core.traced import Traced, trace_or_run
-from optax_accum._core.types import Flag, Index, Name, Tree
+from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.parts import LossParts
+from optax_accum._shared.draws import draws, hidden_draws
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
 
@@ -76,20 +77,20 @@ class MicroBatches:
             call = call.with_arguments({call.carry: carried})
         return Iteration(index, call)
 
-    def traced(self, names: tuple[Name, ...] = ()) -> Traced:
-        """Traces `fun` for the first micro-batch, as a function of the named arguments."""
+    def traced(self) -> Traced:
+        """Traces `fun` for the first micro-batch."""
         first = self.iteration(0, self.call.carried).call
 
-        def parts_of(values: tuple[Any, ...]) -> LossParts:
-            parts = self.call_fun(first.with_values(names, values))
-            for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
+        def parts_of() -> LossParts:
+            parts = self.call_fun(first)
+            for what, part in zip(("What fun returns", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
 
-        loss = trace_or_run(parts_of, first[names])
-        if draws.may_hide(loss.program, first):
-            draws.check_keys(self.call_fun, self.iteration(0, self.call.carried).call, self.call)
-        results.check_carry(self.call.carried, loss.shapes.carry)
+        loss = trace_or_run(parts_of)
+        if _may_hide(loss.program, first):
+            _check_keys(self.call_fun, self.iteration(0, self.call.carried).call, self.call)
+        results.check_carry(self.call.carried, loss.shapes.second)
         return loss
 
     def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
@@ -143,8 +144,8 @@ class MicroBatches:
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
     def _handed_on(self, parts: LossParts) -> Tree:
-        self.device.check_carry(parts.carry)
-        return dtypes.strong(parts.carry)
+        self.device.check_carry(parts.second)
+        return dtypes.strong(parts.second)
 
 
 def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
@@ -235,3 +236,38 @@ def _weight(weight: Any) -> jax.Array:
             "denominators of their own take value_and_grad of their sum."
         )
     return jnp.asarray(checks.as_weight(weight, name="weight_fn's result"), dtypes.default_float())
+
+
+def _may_hide(program: Any, call: Call) -> bool:
+    """Whether a traced `fun(call)` may draw from a key that is not an argument; compares arrays by identity."""
+    names = tuple(name for name in call.arguments if name != call.carry)  # some carries can be flattened only once
+    arguments = set(map(id, jax.tree.leaves(call[names])))
+    constants = [id(const) in arguments for const in program.consts]
+    return bool(draws(program.jaxpr, [True] * len(program.jaxpr.invars), constants)[0])
+
+
+def _check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
+    """Raises if `fun` draws numbers for each row from a key that is not an argument: all micro-batches get the same.
+
+    `part` is the call for some rows, `all_rows` for all.
+    """
+    try:
+        of_part = hidden_draws(*_of_arrays(fun, part))
+        of_rows = hidden_draws(*_of_arrays(fun, all_rows)) if of_part else []
+    except Exception:  # fun takes one batch size only, or an axis that is not here: draws for each row are not known
+        return
+    for shape, of_all in zip(of_part, of_rows, strict=False):
+        if shape != of_all:
+            raise ValueError(
+                "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
+                f"{list(shape)} from a key that it closes over, or makes. Pass the key as an argument and name it with "
+                "rng_argnum; to share it on purpose, with whole_argnums."
+            )
+
+
+def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], Any], Any]:
+    """`fun(call)` as a function of the arrays among its arguments, and these arrays."""
+    names = tuple(call.arguments)
+    arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
+    return lambda arrays: fun(with_arrays(arrays)), arrays

@@ -15,6 +15,7 @@ from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.parts import LossParts, Returns
+from optax_accum._shared.checks import as_function
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
@@ -147,8 +148,8 @@ def reduce_microbatches(
         carry_argnum=carry_argnum,
     )
     rules = _Rules(
-        fun=callables.as_function(fun),
-        returns=Returns(has_carry=carry_argnum is not None, what="result"),
+        fun=as_function(fun),
+        returns=Returns(carry_argnum is not None, "carry_argnum", "(result, carry)"),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         reduction=reduction,
@@ -188,7 +189,7 @@ def _reduced(rules: _Rules, call: Call) -> Any:
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.over_devices(rules.reduction, local), local)
-    return rules.returns.joined(LossParts(results, carry=carry))
+    return rules.returns.joined(LossParts(results, carry))
 
 
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:

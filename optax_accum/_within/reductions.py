@@ -155,14 +155,9 @@ def _check_rows(name: str, where: str, shape: jax.ShapeDtypeStruct, expected: Ou
         )
 
 
-def _wide(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return jnp.int32  # a sum of them counts
-    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
-
-
 def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return meshes.filled([], shape, 0, _wide(shape.dtype))
+    is_bool = jnp.issubdtype(shape.dtype, jnp.bool_)  # a sum of them counts
+    return meshes.filled([], shape, 0, jnp.int32 if is_bool else dtypes.of_sum(shape.dtype))
 
 
 def _filled(fold: Fold, shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:

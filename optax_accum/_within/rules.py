@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
-from optax_accum._arguments import callables, checks
+from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Returns
+from optax_accum._shared.checks import as_function
 from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
@@ -80,7 +81,7 @@ def as_rules(
     elif over.to is not None:
         over = dataclasses.replace(over, to=as_tuple(over.to))
     return CallRules(
-        fun=callables.as_function(fun),
+        fun=as_function(fun),
         roles=roles,
         returns=Returns(has_aux),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size),

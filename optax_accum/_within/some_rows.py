@@ -181,8 +181,4 @@ def part_of(equation: Equation, units: Units, values: list[Any], indices: jax.Ar
         return jnp.where(real, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
 
     pairs = zip(values, (value.axis for value in equation.ins), strict=True)
-    return reduction.part(equation.single, [filled(*pair) for pair in pairs], _wide, reduction.fold.along)
-
-
-def _wide(dtype: Any) -> Any:
-    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return reduction.part(equation.single, [filled(*pair) for pair in pairs], dtypes.of_sum, reduction.fold.along)

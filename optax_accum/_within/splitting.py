@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments import checks
 from optax_accum._arguments.rows import count_known_rows, map_rows
 from optax_accum._core import compilers
 from optax_accum._core.types import Tree
+from optax_accum._shared.checks import as_positive
 from optax_accum._space import meshes
 
 # n rows, k full micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
@@ -52,8 +52,8 @@ def as_sizes(num_microbatches: Any, microbatch_size: Any) -> Sizes:
             "Exactly one of num_microbatches and microbatch_size must be given: "
             f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them.{whole}"
         )
-    number = checks.as_positive("num_microbatches", num_microbatches)
-    size = checks.as_positive("microbatch_size", microbatch_size)
+    number = as_positive("num_microbatches", num_microbatches)
+    size = as_positive("microbatch_size", microbatch_size)
     return Sizes(number, size)
 
 

@@ -128,7 +128,7 @@ def _paired(
 
 def on_device(call: Call) -> Call:
     """The call with all rows in the memory of the device, for all to run at once."""
-    return call.with_values(call.batch, jax.tree.map(compilers.on_device, call[call.batch]))
+    return call.with_values(call.batch, compilers.on_device(call[call.batch]))
 
 
 def warn_undivided(error: UndividedError) -> None:

@@ -220,7 +220,7 @@ def _with_one_number(rules: CallRules) -> Callable[..., Any]:
         parts = rules.returns.parts(rules.fun(*args, **kwargs))
         check_arrays("What fun returns", parts, "Return arrays and numbers, and register a class of them as a pytree.")
         loss = jax.tree.map(jnp.asarray, parts.loss)
-        ratio.check_loss(loss, None)
+        ratio.check_loss(loss)
         return rules.returns.joined(parts._replace(loss=ratio.as_number(loss)))
 
     return fun

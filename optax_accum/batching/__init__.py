@@ -9,7 +9,8 @@ By task:
   them as `every`, and windows grow.
 """
 
-from optax_accum.batching._packing import TokenPacking, token_microbatches
+from optax_accum.batching._packed import TokenPacking
+from optax_accum.batching._packing import token_microbatches
 from optax_accum.batching._sizes import every_by_noise, every_by_tokens, every_by_weight
 
 __all__ = [

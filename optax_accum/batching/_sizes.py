@@ -11,6 +11,7 @@ from optax_accum._arguments import checks
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import has_seen
 from optax_accum._loss.noise import noise_scale
+from optax_accum._shared.checks import as_count
 
 
 def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
@@ -60,7 +61,7 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
             f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
             "{0: 4, 1e9: 8}, say."
         )
-    (_, first), *others = [(start, checks.as_count("every", counts[start])) for start in sorted(counts)]
+    (_, first), *others = [(start, as_count("every", counts[start])) for start in sorted(counts)]
 
     def every(state: AccumulationState) -> jax.Array:
         count = jnp.asarray(first, jnp.int32)
@@ -151,7 +152,7 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
       >>> state.gradient_step.item(), state.mini_step.item()
       (1, 1)
     """
-    low, high = checks.as_count("at_least", at_least), checks.as_count("at_most", at_most)
+    low, high = as_count("at_least", at_least), as_count("at_most", at_most)
     if not 2 <= low <= high:
         raise ValueError(
             f"Bounds must not cross, and begin at 2: at_least={at_least}, at_most={at_most}. Pass the smallest first."

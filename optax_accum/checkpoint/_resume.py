@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum._arguments import checks
 from optax_accum._core import compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._core.types import Tree
+from optax_accum._shared.checks import as_count, as_positive
 from optax_accum.sharding._shardings import state_sharding
 
 _PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums of several devices
@@ -51,7 +51,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
       >>> moved.acc_grads.shape, moved.weight.tolist()
       ((2, 3), [1.0, 0.0])
     """
-    checks.as_positive("num_devices", num_devices)
+    as_positive("num_devices", num_devices)
     if not states_in(state):
         raise ValueError(f"redistribute needs a state that holds an AccumulationState: state={type(state).__name__}.")
 
@@ -96,7 +96,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
       >>> target.acc_grads.shape == (before, 3)
       True
     """
-    checks.as_count("num_devices", num_devices)
+    as_count("num_devices", num_devices)
     where = state_sharding(tx, params, **options)
     mesh = jax.tree.leaves(where)[0].mesh
     with compilers.tracing_on(mesh):

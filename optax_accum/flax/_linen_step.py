@@ -11,10 +11,10 @@ import optax_accum
 from optax_accum._arguments import checks
 from optax_accum._arguments.callables import as_weight_fn, check_called_with
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
+from optax_accum._shared.arrays import is_key, short
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._calls import StepWeighing

@@ -139,16 +139,14 @@ def test_a_denominator_that_is_kept_from_zero_elsewhere_changes_nothing():
 
 @pytest.mark.quick
 def test_inside_a_chain_a_weight_that_the_loss_returns_stays():
-    """The square of a count, not the count that divides the loss: by `weight_of`, and as a `Ratio`."""
+    """The square of a count, not the count that divides the loss: by `weight_fn`, and as a `Ratio`."""
     tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(optax.sgd(1.0), 3))
-    by_aux = optax_accum.value_and_apply_gradients(
-        lambda w, batch: (masked(w, batch), squared(batch)), tx, has_aux=True, weight_of=lambda _, weight: weight
-    )
+    by_batch = optax_accum.value_and_apply_gradients(masked, tx, weight_fn=squared)
     by_ratio = optax_accum.value_and_apply_gradients(
         lambda w, batch: optax_accum.Ratio(squared(batch) * masked(w, batch), squared(batch)), tx
     )
     found = []
-    for step in map(jax.jit, (by_aux, by_ratio)):
+    for step in map(jax.jit, (by_batch, by_ratio)):
         now, state = W, tx.init(W)
         for rows in (slice(0, 4), slice(4, 6), slice(6, 12)):
             _, now, state = step(now, state, jax.tree.map(lambda leaf: leaf[rows], BATCH))  # noqa: B023

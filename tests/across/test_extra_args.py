@@ -139,7 +139,9 @@ def test_an_example_without_a_mean(example):
 
 def test_a_running_multi_steps_takes_up_a_tree():
     old = optax.MultiSteps(optax.sgd(1.0), 2).init(jnp.zeros(1))
-    state = optax_accum.from_multi_steps(old, mean_args={"metric": lambda params: {"w": jnp.outer(params, params)}})
+    example = lambda params: {"w": jnp.outer(params, params)}
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, mean_args={"metric": example})
+    state = optax_accum.from_multi_steps(old, tx)
     assert state.mean_args["metric"].total["w"].shape == (1, 1)
 
 

@@ -37,7 +37,7 @@ def test_a_running_multi_steps_can_switch_at_any_micro_step(steps, mean):
     expected, expected_state = train(old, old_state, params, GRADS[steps:])
     reduction = "mean" if mean else "sum"
     tx = optax_accum.accumulate_gradients(inner, 3, reduction=reduction)
-    state = optax_accum.from_multi_steps(old_state, reduction=reduction)
+    state = optax_accum.from_multi_steps(old_state, tx)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(PARAMS))
     assert optax_accum.has_updated(state) == old.has_updated(old_state)
     now, state = train(tx, state, params, GRADS[steps:])
@@ -47,8 +47,9 @@ def test_a_running_multi_steps_can_switch_at_any_micro_step(steps, mean):
 
 def test_a_multi_steps_inside_a_chain_can_switch():
     old = optax.chain(optax.identity(), optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
-    state = optax_accum.from_multi_steps(old.init(PARAMS))
-    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(optax.sgd(0.1), 2))
+    new = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    state = optax_accum.from_multi_steps(old.init(PARAMS), new)
+    tx = optax.chain(optax.identity(), new)
     chex.assert_trees_all_equal(state, tx.init(PARAMS))
 
 
@@ -57,16 +58,16 @@ def test_a_multi_steps_of_another_length_can_switch():
     _, state = train(old, old.init(PARAMS), PARAMS, GRADS[:3])
     for every, closes_with in [(4, 4), (2, 4), (1, 4)]:
         tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every)
-        updates, _ = tx.update(GRADS[3], optax_accum.from_multi_steps(state), PARAMS)
+        updates, _ = tx.update(GRADS[3], optax_accum.from_multi_steps(state, tx), PARAMS)
         mean = jax.tree.map(lambda *g, n=closes_with: -sum(g) / n, *GRADS[:4])
         chex.assert_trees_all_close(updates, mean, rtol=1e-5)
 
 
 def test_a_skipping_multi_steps_can_switch():
     old = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.transforms.skip_not_finite)
-    state = optax_accum.from_multi_steps(old.init(PARAMS))
     for nonfinite in ("skip", optax.transforms.skip_not_finite):
         tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite=nonfinite)
+        state = optax_accum.from_multi_steps(old.init(PARAMS), tx)
         assert train(tx, state, PARAMS, GRADS[:2])[1].gradient_step == 1
 
 

@@ -786,7 +786,6 @@ NOT_AT_ALL = r"(?s)No weight makes.*test_verdicts.py:\d+.*Within a call .*value_
 WEIGHED = {
     "weight_fn": {"weight_fn": rows_of},
     "weight": {"weight": 3.0},
-    "weight_of": {"weight_of": lambda value, aux: 3.0},
 }
 
 
@@ -843,7 +842,6 @@ def over_gates(p, b):
 
 GATED = {
     "weight": lambda p, b: over_gates(p, b),
-    "weight_of": lambda p, b: (over_gates(p, b), jnp.sum(gated(p, b))),
     "a Ratio": lambda p, b: optax_accum.Ratio(jnp.sum(gated(p, b) * per(p, b)), jnp.sum(gated(p, b))),
 }
 
@@ -853,9 +851,8 @@ def test_a_weight_that_the_batch_alone_does_not_tell_is_taken(how):
     """It is exact; without one the error asks for it."""
     with pytest.raises(ValueError, match="(?s)The batch alone does not tell.*the model decides.*weight= in a call"):
         trained(over_gates, 3, 5)
-    options = {"has_aux": True, "weight_of": lambda _, weight: weight} if how == "weight_of" else {}
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step, params, state = optax_accum.value_and_apply_gradients(GATED[how], tx, **options), PARAMS, tx.init(PARAMS)
+    step, params, state = optax_accum.value_and_apply_gradients(GATED[how], tx), PARAMS, tx.init(PARAMS)
     for part in parted((3, 5)):
         weight = {"weight": jnp.sum(gated(PARAMS, part))} if how == "weight" else {}
         _, params, state = step(params, state, part, **weight)

@@ -612,7 +612,7 @@ def test_checkpoints_of_others():
     multi = multi.apply_gradients(grads=gradient(multi, (X, Y))[1])
     multi = flax.serialization.from_bytes(multi, flax.serialization.to_bytes(multi))
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=3)
-    moved = created(tx).replace(params=multi.params, opt_state=optax_accum.from_multi_steps(multi.opt_state))
+    moved = created(tx).replace(params=multi.params, opt_state=optax_accum.from_multi_steps(multi.opt_state, tx))
     for _ in range(2):
         moved = moved.apply_gradients(grads=gradient(moved, (X, Y))[1])
     close(moved.params, plain.params)

@@ -441,8 +441,9 @@ def test_a_running_multi_steps_goes_on():
     old = nnx.Optimizer(model, optax.MultiSteps(optax.adam(0.1), 3), wrt=nnx.Param)
     cut = [(X[i::3], Y[i::3]) for i in range(3)]
     step(model, old, cut[0])
-    new = accum.nnx.Optimizer(model, optax_accum.accumulate_gradients(optax.adam(0.1), 3), wrt=nnx.Param)
-    nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(as_pure(old.opt_state))))
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 3)
+    new = accum.nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(as_pure(old.opt_state), tx)))
     for batch in cut[1:]:
         step(model, new, batch)
     assert int(new.updates[...]) == 1

@@ -61,7 +61,7 @@ WEIGHED = {  # a loss, and its weight on BATCH
 
 @pytest.mark.parametrize("loss", WEIGHED, ids=lambda loss: loss.__name__)
 def test_a_weight_is_read_off_the_loss(loss):
-    found = explain(loss, PARAMS, BATCH, num_microbatches=4)
+    found = explain(loss, PARAMS, BATCH)
     assert (found.reasons, found.reduction, len(found.weights)) == ((), "mean", 1)
     assert float(found.weight(BATCH)) == pytest.approx(WEIGHED[loss], rel=1e-6)
     (weight,) = found.weights
@@ -137,7 +137,7 @@ def count_on_a_line_of_its_own(params, batch):
     "loss", [count_on_a_line_of_its_own, losses.normalised_advantages], ids=lambda loss: loss.__name__
 )
 def test_lines_of_the_batch_alone_that_the_text_names_are_in_the_table(loss):
-    found = explain(loss, PARAMS, BATCH, num_microbatches=4)
+    found = explain(loss, PARAMS, BATCH)
     line = line_of(loss) if loss is losses.normalised_advantages else line_of(loss).replace("losses", "test_explain")
     (coupling,) = [each for each in found.couplings if each.of_batch]
     assert (str(coupling.place), coupling.primitives, coupling.in_parts) == (line, ("reduce_sum",), False)
@@ -243,7 +243,7 @@ REFUSED = {  # a loss, and why it has no weight
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_a_reason_against_a_weight_names_its_line(loss):
-    found = explain(loss, PARAMS, BATCH, num_microbatches=4)
+    found = explain(loss, PARAMS, BATCH)
     assert found.weight is None
     assert found.weights == ()
     assert any(REFUSED[loss] in reason and reason.endswith(line_of(loss)) for reason in found.reasons), found.reasons
@@ -323,8 +323,8 @@ def test_another_argument_in_a_denominator_is_named():
 
 
 def test_a_masked_mean_needs_one_pass_and_keeps_nothing():
-    found = explain(losses.masked, PARAMS, BATCH, num_microbatches=4)
-    assert (found.rows, found.num_microbatches, found.loops, found.one_pass) == (16, 4, 1, True)
+    found = explain(losses.masked, PARAMS, BATCH)
+    assert (found.rows, found.loops, found.one_pass) == (16, 1, True)
     assert found.kept_bytes == 0
     assert found.whole == ()
     (coupling,) = found.couplings
@@ -333,7 +333,7 @@ def test_a_masked_mean_needs_one_pass_and_keeps_nothing():
 
 
 def test_batch_norm_keeps_its_rows_between_loops():
-    found = explain(losses.batch_norm, PARAMS, BATCH, microbatch_size=4)
+    found = explain(losses.batch_norm, PARAMS, BATCH)
     assert not found.one_pass
     assert found.loops == 5  # forward two sums and the loss, then backward
     line = line_of(losses.batch_norm)
@@ -362,12 +362,14 @@ def test_what_is_kept_falls_with_what_may_run_again():
 
 def test_loops_are_those_of_the_gradient():
     """Of the loss alone there are one and one: the variance's gradient needs the mean of all rows before its rows' own."""
-    variance = explain(lambda p, b: losses.nll(p, b).var(), PARAMS, BATCH, num_microbatches=4)
+    variance = explain(lambda p, b: losses.nll(p, b).var(), PARAMS, BATCH)
     assert not variance.one_pass
-    assert f"{variance.loops} loops go through them, one after the other." in " ".join(str(variance).split())
-    mean = explain(losses.mean, PARAMS, BATCH, num_microbatches=4)
+    assert f"{variance.loops} loops go through the micro-batches, one after the other." in " ".join(
+        str(variance).split()
+    )
+    mean = explain(losses.mean, PARAMS, BATCH)
     assert mean.one_pass
-    assert "Each runs once, forward and backward." in str(mean)
+    assert "Each micro-batch runs once, forward and backward." in str(mean)
 
 
 @pytest.mark.parametrize("what", ["a while_loop", "a rule that raises"])
@@ -393,7 +395,7 @@ def test_a_loss_without_a_gradient_is_explained_itself(what):
 
 
 def test_contrastive_rows_are_compared_on_all_rows():
-    found = explain(losses.contrastive, PARAMS, BATCH, num_microbatches=4)
+    found = explain(losses.contrastive, PARAMS, BATCH)
     (coupling,) = [coupling for coupling in found.whole if "dot_general" in coupling.primitives]
     assert coupling.shape == (16, 16)
     assert coupling.kept_bytes >= 16 * 16 * 4
@@ -428,7 +430,7 @@ def test_an_unknown_operation_is_named():
 
 
 def test_groups_stay_together():
-    found = explain(losses.groups, PARAMS, BATCH, num_microbatches=4)
+    found = explain(losses.groups, PARAMS, BATCH)
     assert found.group == 4
     assert "4 consecutive ones together" in str(found)
 
@@ -468,14 +470,14 @@ def test_a_line_inside_a_function_of_a_library_is_the_users():
 
 def test_text_fits_a_terminal():
     for loss in [*WEIGHED, *REFUSED, losses.two_terms]:
-        assert all(len(line) <= 80 for line in str(explain(loss, PARAMS, BATCH, num_microbatches=4)).splitlines())
+        assert all(len(line) <= 80 for line in str(explain(loss, PARAMS, BATCH)).splitlines())
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"num_microbatches": 4, "microbatch_size": 4}, ValueError, "Exactly one of"),
-        ({"num_microbatches": 17}, ValueError, "There must be a row for each micro-batch"),
+        ({"num_microbatches": 4}, TypeError, "explain has no num_microbatches=: .*Leave it out"),
+        ({"microbatch_size": 4}, TypeError, "explain has no microbatch_size=: .*Leave it out"),
         ({"has_aux": 1}, TypeError, "has_aux must be True or False"),
         ({"has_aux": True}, TypeError, "fun must return a pair"),
         ({"argnums": 1, "batch_argnums": 0}, TypeError, "Only floating-point arguments"),

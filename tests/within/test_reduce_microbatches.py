@@ -252,9 +252,13 @@ def test_a_result_that_cannot_be_reduced_is_refused():
 def test_the_weight_comes_out_of_the_loss():
     """Across calls: the mean over tokens that only the loss counts."""
     _, want = GRADIENT(PARAMS, BATCH)
-    options = {"has_aux": True, "weight_of": lambda value, aux: aux["tokens"]}
+
+    def of_tokens(params, batch):
+        mean, aux = loss(params, batch)
+        return optax_accum.Ratio(aux["tokens"] * mean, aux["tokens"]), aux
+
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 3)
-    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
+    step = jax.jit(optax_accum.value_and_apply_gradients(of_tokens, tx, has_aux=True))
     params, state = PARAMS, tx.init(PARAMS)
     for rows in (slice(0, 5), slice(5, 20), slice(20, 32)):
         (found, _), params, state = step(params, state, jax.tree.map(lambda leaf: leaf[rows], BATCH))  # noqa: B023

@@ -497,14 +497,6 @@ def test_parameters_that_are_python_numbers():
         close((value, grads), (12.0, {"a": 1.5, "b": 6.0}))
 
 
-def test_groups_of_a_loss_without_rows():
-    loss = lambda w, scale: jnp.sum(scale * w**2)
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
-    step = optax_accum.value_and_apply_gradients(loss, tx, group_size=2)
-    w = jnp.ones(3)
-    assert step(w, tx.init(w), 2.0, weight=3.0)[0] == 6
-
-
 @pytest.mark.sweep
 def test_what_a_loss_closes_over_is_differentiated_again():
     """Hyperparameters of a loss, by the gradient that it gives, twice."""

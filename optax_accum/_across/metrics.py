@@ -1,10 +1,12 @@
-"""What a state tells of a run: `metrics`, as totals over devices, and `gradient_noise_scale`."""
+"""What a state tells of a run: `metrics`, `mean_grads`, `gradient_noise_scale`, as totals over devices."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_accum._across.accumulator import accumulator_of
+from optax_accum._core import arithmetic
 from optax_accum._core.state import find_state
 from optax_accum._core.sums import as_number
 from optax_accum._core.types import Axes, Tree
@@ -61,16 +63,52 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
     window = find_state(state)
     counts = {name: getattr(window, name) for name in _COUNTS}
     axes = mapped.axes_of(jnp.asarray(window.weight))
-    counts["weight"] = totals(window.weight, window.weight)
+    counts["weight"] = mapped.totals(window.weight, window.weight)
     seen = {"seen": as_number(window.seen)} if window.seen else {}
     return counts | seen | (_measured(window.samples, window.statistics, axes) if window.statistics else {})
 
 
-def totals(sums: Tree, weight: jax.Array) -> Tree:
-    """Adds the sums of a state over all its devices, which `weight` tells: one number, or one for each."""
-    weight = jnp.asarray(weight)
-    axes = mapped.axes_of(weight)
-    return jax.tree.map(lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0) if weight.ndim else leaf, axes), sums)
+def mean_grads(state: Tree) -> Tree:
+    """Returns the weighted mean of the gradients in the window so far.
+
+    The tree, and the units, of `acc_grads` in `optax.MultiStepsState`; in
+    our state `acc_grads` is a sum. For a log of the window's gradient at
+    each update, put `optax.snapshot` first inside the wrapper instead:
+    docs/once_per_update.md.
+
+    Args:
+      state: an `AccumulationState`, or any optimizer state that holds
+        exactly one.
+
+    Returns:
+      `sum(w g) / sum(w)`, in the dtypes of the accumulator. Zeros before
+      the first micro-step of a window; `()` for `every=1`, which keeps
+      nothing.
+
+    Raises:
+      ValueError: `state` holds none, or several.
+
+    Guarantees:
+      * `reduction="sum"`: the mean as well.
+      * The weights add to 0: the sum.
+      * Several devices: the mean over all of them. This communicates;
+        inside `jax.shard_map` under `check_vma=False` it is the mean of one
+        device.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
+      >>> state = tx.init(jnp.ones(2))
+      >>> for value, rows in ((1.0, 16), (5.0, 48)):
+      ...     _, state = tx.update(
+      ...         jnp.full(2, value), state, weight=rows)
+      >>> print(optax_accum.mean_grads(state))
+      [4. 4.]
+    """
+    window = find_state(state)
+    total, weight = mapped.totals((accumulator_of(window).on_device(window), window.weight), window.weight)
+    factor, has_begun = arithmetic.reciprocal(weight), jnp.asarray(window.mini_step) > 0
+    return jax.tree.map(lambda leaf: jnp.where(has_begun, arithmetic.scaled(leaf, factor, leaf.dtype), 0), total)
 
 
 def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
