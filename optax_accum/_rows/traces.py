@@ -44,7 +44,7 @@ class View(NamedTuple):
       outs: the axis of rows of each result; None without rows.
       rows: n and 2 n.
       asks_rules: whether derivatives that users wrote must be local, too.
-      perturbed: which operands a derivative perturbs; None if that is not known.
+      perturbed: which operands a derivative perturbs; None if unknown.
     """
 
     single: Any
