@@ -188,11 +188,7 @@ def _weight_from_loss(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> C
     def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> ByWeight | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
-        weigher = weighing.Weigher(fun, roles, has_aux=has_aux, axes=axes)
-        if takes_a_sum or is_weighed:
-            weigher.check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
-            return None
-        weight = weigher.weight(call)
-        return None if weight is None else ByWeight(weight, weigher.factor(call, weight))
+        weigher = weighing.Weigher(fun, roles, has_aux, axes)
+        return weigher.by_weight(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
 
     return read

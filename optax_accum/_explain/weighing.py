@@ -1,83 +1,75 @@
 """How much a micro-batch of a loss counts across calls: read off the traced loss; an error where no weight is right."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
-from optax_accum._core import dtypes, messages
-from optax_accum._core.types import Axes, Tree
+from optax_accum._core import messages
+from optax_accum._core.types import Axes
 from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, differs_along, repeated, terms_of, typed
 from optax_accum._explain.explanation import BY_ITSELF, WITHIN
+from optax_accum._loss.weighing import ByWeight
 from optax_accum._rows.denominators import Found, reasons_of
 from optax_accum._rows.forms import TAKES
 from optax_accum._shared.checks import counted
 from optax_accum._within.traced_call import TracedCall
 
 
+@dataclasses.dataclass(frozen=True)
 class Weigher:
     """How much micro-batches of a loss count in a mean: its denominator.
 
     Where it tells nothing they count by their rows: it communicates, say, or looks at values, or is another program for
-    more rows. Where nothing shows that this is right, a warning says so. What was read is kept for other batches of the
-    same types: a weigher belongs to one trace.
+    more rows. Where nothing shows that this is right, a warning says so.
+
+    Attributes:
+      axes: the devices', of which a micro-batch of each one counts by itself.
 
     Raises:
       ValueError: no weight makes micro-batches add up.
     """
 
-    def __init__(self, fun: Callable[..., Any], roles: Roles, *, has_aux: bool, axes: Axes = ()):
-        """Reads nothing yet; `axes` are the devices', of which a micro-batch of each one counts by itself."""
-        self.fun, self.roles, self.has_aux, self.axes = fun, roles, has_aux, axes
-        self._known: dict[Any, Answer | None] = {}
+    fun: Callable[..., Any]
+    roles: Roles
+    has_aux: bool
+    axes: Axes = ()
 
-    def weight(self, call: Call) -> jax.Array | None:
-        """Returns how much the micro-batch of a call counts; None if it counts by its rows."""
-        read = self._of(call)
-        return None if read is None else read.weight(call[call.batch])
+    def by_weight(
+        self, call: Call, *, takes_a_sum: bool, is_weighed: bool, total: Callable[[jax.Array], jax.Array] = lambda n: n
+    ) -> ByWeight | None:
+        """Returns how the micro-batch of a call counts; None if by its rows, or as the user says, or if it is summed.
 
-    def factor(self, call: Call, weight: jax.Array) -> Any:
-        """Returns what the loss of a call, and its gradient, are multiplied by; see `Answer.factor`."""
-        read = self._of(call)
-        return 1.0 if read is None else read.factor(weight)
+        One trace of the loss gives both the weight and the factor: read in two places, where rows lie in different
+        ways, one might be known and not the other. `total` adds the weights of devices that share one gradient.
+        """
+        if takes_a_sum or is_weighed:
+            self._check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
+            return None
+        read = self._read(call)
+        if read is None:
+            return None
+        weight = total(read.weight(call[call.batch]))
+        return ByWeight(weight, read.factor(weight))
 
-    def _of(self, call: Call) -> Answer | None:
-        """Returns the sum over rows that divides the loss; None where a micro-batch counts by its rows."""
-        batch = call[call.batch]
-        types = (jax.tree.structure(batch), *jax.tree.leaves(typed(batch)), *differs_along(batch))
-        if types not in self._known:
-            self._known[types] = self._read(call)
-        return self._known[types]
-
-    def weight_fn(self, call: Call) -> Callable[..., jax.Array] | None:
-        """Returns what weighs parts of the batch of a call; None if they count by their rows."""
-
-        def weight(*batch: Tree) -> jax.Array:
-            weight = self.weight(call.with_values(call.batch, batch))
-            return jnp.asarray(count_known_rows(batch), dtypes.default_float()) if weight is None else weight
-
-        return None if self.weight(call) is None else weight
-
-    def check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
+    def _check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
         """Raises where micro-batches of the loss do not add up, whatever they weigh.
 
         Warns where nothing shows that they do, unless the user weighs them (`is_weighed`) and so says it.
         """
         try:
             answer = self._ask(call, _of_sum if takes_a_sum else terms_of)
-        except Exception:  # whatever the loss raises for twice as many rows
+        except Exception as error:  # whatever the loss raises for twice as many rows
+            if not is_weighed:
+                _warn_of_sum([_other_program(error, call)])
             return
         if not answer.spoken_to:
             _check_adds_up(answer)
         if (reasons := [*answer.spoken_to, *answer.reasons]) and not is_weighed:
-            messages.warn(
-                "Nothing shows that micro-batches of this loss add up to the whole batch:"
-                f"{_listed(map(str, reasons))}\nIf their sum is meant nevertheless, say how they count: "
-                "weight_fn=lambda batch: 1.0, say."
-            )
+            _warn_of_sum(map(str, reasons))
 
     def _ask(self, call: Call, terms: Callable[[Subject, TracedCall], Terms]) -> Answer:
         call = call.with_values(call.batch, repeated(call[call.batch]))
@@ -87,13 +79,10 @@ class Weigher:
         return subject.ask(lambda found: answer_of(subject, found, terms, self.axes), integers=True)
 
     def _read(self, call: Call) -> Answer | None:
-        batch = call[call.batch]
         try:
             answer = self._ask(call, terms_of)
         except Exception as error:  # whatever the loss raises for twice as many rows
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            rows = counted(count_known_rows(batch), "row")
-            _warn([f"for twice its {rows} it is another program: {lines[0]}"], _ROWS)
+            _warn([_other_program(error, call)], _ROWS)
             return None
         if answer.spoken_to:
             _warn(map(str, answer.spoken_to))
@@ -105,6 +94,13 @@ class Weigher:
         if not answer.denominators or answer.denominators[0].makes is None:
             return None
         return answer
+
+
+def _other_program(error: Exception, call: Call) -> str:
+    """Returns the reason why a loss is not read that raises for twice as many rows."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    rows = counted(count_known_rows(call[call.batch]), "row")
+    return f"for twice its {rows} it is another program: {lines[0]}"
 
 
 def _of_sum(_: Subject, found: TracedCall) -> Terms:
@@ -146,6 +142,13 @@ def _warn(reasons: Iterable[str], remedy: str = "") -> None:
     messages.warn(
         "It cannot be read how much a micro-batch of this loss counts, nor that micro-batches add up, so it counts by "
         f"its rows:{_listed(reasons)}\nIf micro-batches add up, say how much each counts: {_WEIGHT}. {WITHIN}{remedy}"
+    )
+
+
+def _warn_of_sum(reasons: Iterable[str]) -> None:
+    messages.warn(
+        f"Nothing shows that micro-batches of this loss add up to the whole batch:{_listed(reasons)}\nIf their sum is "
+        "meant nevertheless, say how they count: weight_fn=lambda batch: 1.0, say."
     )
 
 

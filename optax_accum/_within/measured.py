@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from optax_accum._core import dtypes
 from optax_accum._core.folds import SUM
-from optax_accum._core.leaves import is_inexact, parted
+from optax_accum._core.leaves import by_path, is_inexact, parted
 from optax_accum._loss.meter import Meter
 from optax_accum._rows.levels import Levels
-from optax_accum._rows.program import Equation, Value
+from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._within.fold import Result, Sampled
 from optax_accum._within.traced_call import TracedCall
 
@@ -21,20 +21,55 @@ def sums_of(levels: Levels) -> set[Value]:
     return {value for loop in levels.loops for value, fold in loop.sums.items() if fold is SUM}
 
 
-def sum_of(value: Value, levels: Levels) -> Value | None:
-    """The sum of a loop whose entries a value has, in another order perhaps; the value itself if there is none.
+class Scaled(NamedTuple):
+    """A value whose squared norm is `scale` times that of a sum, of any micro-batch's part as of the whole."""
 
-    None if it takes no sum.
+    of: Value
+    scale: float = 1.0
+
+
+def sum_of(value: Value, levels: Levels, *, in_order: bool) -> Scaled | None:
+    """The sum of a loop whose entries a value has, scaled by numbers of the program; also repeated, or reordered.
+
+    `in_order`: neither repeated nor reordered. None if the value takes no sum; if it is none of these, the value.
     """
     made_by, sums = levels.program.made_by, sums_of(levels)
-    if not _takes(value, made_by, sums):
+    if not takes_a_sum(value, levels):
         return None
-    while value not in sums and made_by[value].name in _SAME_ENTRIES:
-        value = made_by[value].ins[0]
-    return value
+    found = Scaled(value)
+    while found.of not in sums:
+        equation = made_by[found.of]
+        before = _before(found, equation) if not in_order or equation.name in _IN_ORDER else None
+        if before is None:
+            return Scaled(value)
+        found = before
+    return found
 
 
+def _before(found: Scaled, equation: Equation) -> Scaled | None:
+    """What an equation has made a value of, if it only orders, repeats or scales the entries."""
+    value, *others = equation.ins
+    if equation.name in _SAME_ENTRIES:
+        return Scaled(value, found.scale)
+    if equation.name == "broadcast_in_dim":
+        return Scaled(value, found.scale * found.of.aval.size / value.aval.size)
+    if equation.name not in ("mul", "div"):
+        return None
+    if equation.name == "mul" and isinstance(value, Number):
+        value, others = others[0], [value]
+    if not isinstance(others[0], Number):
+        return None
+    number = float(others[0].number) ** 2
+    return Scaled(value, found.scale * number if equation.name == "mul" else found.scale / number)
+
+
+_IN_ORDER = frozenset(["convert_element_type", "copy", "div", "mul", "neg"])
 _SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshape", "rev", "squeeze", "transpose"])
+
+
+def takes_a_sum(value: Value, levels: Levels) -> bool:
+    """Whether a value is made of a sum of a loop."""
+    return _takes(value, levels.program.made_by, sums_of(levels))
 
 
 def _takes(value: Value, made_by: dict[Value, Equation], sources: set[Value]) -> bool:
@@ -63,19 +98,33 @@ def measured(
     params, units = program.call[program.call.params], program.units
     if units.devices * units.microbatches == 1:
         meter.warn_of_one_sample()
-    found = [sum_of(value, program.levels) for value in gradient]
-    sums = [value for value in found if value is not None]
+    squares = meter.no_squares(params)
+    pairs = zip(gradient, squares, strict=True)  # [l] squares: of each layer that a leaf stacks, so their order matters
+    found = [sum_of(value, program.levels, in_order=square.ndim > 0) for value, square in pairs]
+    sums = [one.of for one in found if one is not None]
     loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
     if not loops:
+        named = [
+            f"argument {name}{path}"
+            for name in program.call.params
+            for path, leaf in by_path(program.call.arguments[name], "")
+            if is_inexact(leaf)
+        ]
+        most = max(
+            (set(loop.sums) for loop in program.levels.loops), key=lambda made: len(made & set(sums)), default=()
+        )
+        pairs = zip(named, found, strict=True)
+        missing = [name for name, one in pairs if one is not None and one.of not in most] or named
         meter.refuse(
             "Statistics take the gradient of each micro-batch, and of this loss micro-batches have none of their own: "
-            "it takes rows together, or what its gradient is made of is there only for all rows. Leave statistics out."
+            f"that of {', '.join(missing)} is there only for all rows, or in another loop (rows are taken together, or "
+            "parameters scale the sum of all rows). Leave statistics out, or take those of accumulate_gradients, for "
+            "micro-batches that count each by itself."
         )
-    squares = meter.no_squares(params)
     asked = dict(asked)
-    for value, square, of in zip(found, squares, gradient, strict=True):
-        if value is not None:
-            asked[value] = dataclasses.replace(asked.get(value) or asked.get(of) or Result(SUM), square=square)
+    for one, square, value in zip(found, squares, gradient, strict=True):
+        if one is not None:
+            asked[one.of] = dataclasses.replace(asked.get(one.of) or asked.get(value) or Result(SUM), square=square)
 
     order = [value for loop in loops[:1] for value in loop.sums if value in sums]
 
@@ -83,7 +132,7 @@ def measured(
         """A micro-batch's gradient is its part of the sum, times all rows, divided by its own."""
         by_sum = dict(zip(order, parts, strict=True))
         pairs = zip(found, squares, strict=True)
-        each = [square if value is None else by_sum[value] for value, square in pairs]
+        each = [square if one is None else one.scale * by_sum[one.of] for one, square in pairs]
         weight = jnp.sum(units.indices(index) < units.count) * units.block
         weight = weight.astype(dtypes.default_float())
         each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]

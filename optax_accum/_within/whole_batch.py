@@ -27,7 +27,7 @@ from optax_accum._space.ending import Ending
 from optax_accum._within import by_level
 from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
-from optax_accum._within.measured import measured, rows_of, sum_of, sums_of
+from optax_accum._within.measured import measured, rows_of, sums_of, takes_a_sum
 from optax_accum._within.outputs import placed
 from optax_accum._within.rules import CallRules
 from optax_accum._within.splitting import split_rows
@@ -191,7 +191,7 @@ def _ending(
     zeros = [jnp.zeros(value.aval.shape, dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     taken = {value for equation in program.levels.program.equations for value in equation.ins}
     hidden = sums_of(program.levels).intersection(gradient) - taken
-    of_sums = {value for value in gradient if sum_of(value, program.levels) is not None}
+    of_sums = {value for value in gradient if takes_a_sum(value, program.levels)}
     missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard

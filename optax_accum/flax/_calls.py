@@ -1,6 +1,7 @@
 """A call of a train step: the weights of its micro-batches, the devices of its sums, its metrics."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,11 +12,13 @@ from optax_accum._across.transformation import axes_of, rules_of
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core import arithmetic
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.state import holds_partial_sums
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
+from optax_accum._loss.weighing import ByWeight
 from optax_accum._space.device import Device
 from optax_accum._space.devices import PARTIAL, Devices, as_devices, has_several
 from optax_accum._space.here import here
@@ -27,12 +30,12 @@ class StepWeighing(NamedTuple):
 
     Attributes:
       weight_fn: the user's; if the optimizer takes a sum, a function that returns 1; or None.
-      weigher: without a `weight_fn`, reads the weight off the loss; None where each micro-batch counts by itself, or no
-        window averages several, of calls or of devices: a call then counts by its rows.
+      read: `read(call, total=...)` reads off the loss how a call counts, and raises where calls do not add up; None
+        where each micro-batch counts by itself, or no window averages several, of calls or of devices.
     """
 
     weight_fn: Callable[..., Any] | None
-    weigher: Weigher | None = None
+    read: Callable[..., ByWeight | None] | None = None
 
     @classmethod
     def chosen(
@@ -41,22 +44,20 @@ class StepWeighing(NamedTuple):
         opt_state: Tree,
         weight_fn: Callable[..., Any] | None,
         fun: Callable[..., Any] | None,
-        call: Call,
         options: Mapping[str, Any],
     ) -> "StepWeighing":
-        """How those of a call of `fun` count; raises where they do not add up. Without `fun` each counts by itself."""
+        """How those of calls of `fun` count. Without `fun` each counts by itself."""
         rules, window = rules_of(tx), find_window(opt_state)
         if window is None:
             return cls(weight_fn)
-        weigher = None
+        read, is_weighed = None, weight_fn is not None
+        takes_a_sum = rules is not None and not rules.divisor.is_mean
         if fun is not None and has_several(window):
             weigher = Weigher(fun, Roles(fun), has_aux=True, axes=devices_of(options).axes)
-        is_weighed, takes_a_sum = weight_fn is not None, rules is not None and not rules.divisor.is_mean
-        if weigher is not None and (is_weighed or takes_a_sum):
-            weigher.check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
+            read = functools.partial(weigher.by_weight, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
         if takes_a_sum and not is_weighed:
-            return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
-        return cls(weight_fn, None if is_weighed else weigher)
+            weight_fn = lambda *_: jnp.ones([])  # losses are added, and gradients
+        return cls(weight_fn, read)
 
     def summed(
         self, options: Mapping[str, Any], call: Call, outputs: tuple[Any, Any], grads: Tree, sums_of: Callable[..., Any]
@@ -66,47 +67,40 @@ class StepWeighing(NamedTuple):
         They come from `sums_of(call, loss, extra, weigh)`, where `weigh()` is the weight, or None for that of its rows.
         """
 
-        def sum_batch(axes: Axes, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, Tree]:
-            loss, extra = outputs
-            (loss, grads), weight = self._weighed(axes, call, (loss, grads))
-            return sums_of(call, loss, extra, lambda: weight), grads
+        def counted(read: ByWeight | None, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, Tree]:
+            (loss, extra), weight = outputs, None
+            if read is not None:
+                (loss, grads), weight = arithmetic.times((loss, grads), read.factor), read.weight
+            weigh = lambda: self.weight_fn(*call[call.batch]) if self.weight_fn else weight
+            return sums_of(call, loss, extra, weigh), grads
 
-        def on_device(_: Device, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, None]:
-            return sum_batch((), call, outputs, grads), None
+        def on_device(device: Device, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, None]:
+            return counted(self._read(device, call), call, outputs, grads), None
 
         devices = devices_of(options)
         if not devices.is_partial:
-            return sum_batch(devices.axes, call, outputs, grads)
+            return counted(self._over(devices.axes, call), call, outputs, grads)
         space = here(devices)
         local, _ = space.run(on_device, call, *space.as_partial((outputs, grads)))
         return space.as_local(local)
 
-    def _weighed(self, axes: Axes, call: Call, tree: Tree) -> tuple[Tree, Any]:
-        """A loss, and gradients, as sums over rows divided by the weight of the call's batch; and that weight.
+    def _over(self, axes: Axes, call: Call) -> ByWeight | None:
+        """How a batch counts, of which each device reads the loss of its rows."""
+        found: list[Callable[..., Any]] = []
 
-        The weight is None if the batch counts by its rows. `Weigher.factor` says why they are rescaled.
-        """
-        weight = self._over_devices(axes, call) if self.weigher and axes else self._of(call)
-        if self.weigher is None or weight is None:
-            return tree, weight
-        return arithmetic.times(tree, self.weigher.factor(call, weight)), weight
+        def on_device(device: Device, call: Call) -> tuple[tuple[()], list[jax.Array]]:
+            read = self._read(device, call)
+            pair = None if read is None else (read.weight, read.factor)
+            numbers, filled = parted(pair, is_array)  # a factor of 1.0 stays a number
+            found.append(filled)
+            return (), numbers
 
-    def _of(self, call: Call) -> Any:
-        if self.weight_fn is not None:
-            return self.weight_fn(*call[call.batch])
-        return None if self.weigher is None else self.weigher.weight(call)
+        _, numbers = here(Devices(axes or None)).run(on_device, call)
+        pair = found[-1](numbers)
+        return None if pair is None else ByWeight(*pair)
 
-    def _over_devices(self, axes: Axes, call: Call) -> Any:
-        """The weight, summed over the devices; each device reads the loss of its rows."""
-        weights: list[jax.Array | None] = []
-
-        def on_device(device: Device, call: Call) -> tuple[jax.Array, None]:
-            weights.append(self._of(call))
-            return jnp.zeros([]) if weights[-1] is None else weights[-1], None
-
-        space = here(Devices(axes))
-        weight, _ = space.run(on_device, call)
-        return None if weights[-1] is None else space.total(weight)
+    def _read(self, device: Device, call: Call) -> ByWeight | None:
+        return None if self.read is None else self.read(call, total=device.total)
 
 
 def devices_of(options: Mapping[str, Any]) -> Devices:

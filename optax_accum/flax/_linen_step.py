@@ -100,7 +100,7 @@ def train_step(
         still = state.replace(params=None, opt_state=None, window=None)
         call = roles.bind((state.params, batch, key, still), {})
         of_loss = with_outputs if exact else None
-        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, of_loss, call, own)
+        weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, of_loss, own)
         compute = optax_accum.value_and_grad(with_outputs, has_aux=True, **own)
         (_, (loss, extra)), grads = compute(state.params, batch, key, still)
         sums, grads = weighing.summed(own, call, (loss, extra), grads, sums_of)

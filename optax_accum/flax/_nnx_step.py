@@ -106,7 +106,7 @@ def train_step(
         placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         of_arrays, call = loss_of_arrays(with_metrics, model, batch, wrt)
         of_loss = of_arrays if exact else None
-        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, call, placed)
+        weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, placed)
         (_, outputs), grads = value_and_grad(with_metrics, wrt=wrt, has_aux=True, **placed)(model, batch)
         (sums, rows), grads = weighing.summed(placed, call, outputs, grads, sums_of)
         totals, rows = _calls.over_devices((sums, rows), placed)

@@ -301,6 +301,10 @@ def test_a_loss_of_one_size_counts_by_its_rows_and_says_so():
     ):
         now = trained(loss, (4, 4, 4))
     np.testing.assert_allclose(now, W - jax.grad(lambda w: jnp.mean(errors(w, BATCH)))(W), rtol=1e-5)
+    summed = {"tx": optax_accum.accumulate_gradients(optax.sgd(1.0), 3, reduction="sum")}
+    with pytest.warns(UserWarning, match="(?s)Nothing shows .* twice its 4 rows it is another program: cannot reshape"):
+        trained(loss, (4, 4, 4), **summed)
+    trained(loss, (4, 4, 4), **summed, weight=1.0)  # the remedy
 
 
 @pytest.mark.sweep

@@ -1,5 +1,6 @@
 """How much a call of a train step counts if nobody says it: what its loss divides by, read off the trace."""
 
+import functools
 import itertools
 import linecache
 
@@ -28,18 +29,23 @@ def each_of(w, batch):
     return optax.softmax_cross_entropy_with_integer_labels(batch[0] @ w, batch[1])
 
 
+def looked_up(w, batch):
+    """Logits by row: an Explicit mesh knows no place for them, and each device by itself does."""
+    return optax.softmax_cross_entropy_with_integer_labels(w[batch[1]], batch[1])
+
+
 def masked(w, batch):
     return jnp.sum(batch[2] * each_of(w, batch)) / jnp.maximum(jnp.sum(batch[2]), 1)
 
 
-def fractional(w, batch):
+def fractional(w, batch, each=each_of):
     """What a call has of a mask is less than what keeps its denominator from zero."""
     mask = batch[2] / 4
-    return jnp.sum(mask * each_of(w, batch)) / jnp.maximum(jnp.sum(mask), 1)
+    return jnp.sum(mask * each(w, batch)) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def mean(w, batch):
-    return each_of(w, batch).mean()
+def mean(w, batch, each=each_of):
+    return each(w, batch).mean()
 
 
 def total(w, batch):
@@ -98,10 +104,6 @@ STEPS = {"Linen": linen, "NNX": of_nnx}
 each = pytest.mark.parametrize("trained", STEPS.values(), ids=STEPS)
 
 
-OVER_DEVICES = list(itertools.product(STEPS, [False, True], ["Auto", "Explicit"]))
-IN_EACH_RUN = [("NNX", False, "Auto"), ("Linen", True, "Auto")]
-
-
 def window(reduction="mean", every=3, **options):
     return optax_accum.accumulate_gradients(optax.sgd(1.0), every, reduction=reduction, **options)
 
@@ -126,14 +128,63 @@ def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
     assert_whole(trained(fractional, window(), SIZES, jax.device_put), fractional)
 
 
-@pytest.mark.parametrize(("step", "deferred", "kind"), sweep(OVER_DEVICES, but=IN_EACH_RUN))
-def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
-    """Once per call, with the gradient; or in partial sums, of which each device's is weighed by it."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
+def without_flax(loss, tx, sizes, place, num_microbatches):
+    """The same by `value_and_apply_gradients`, whose micro-batch is a device's rows."""
+    step, w = jax.jit(optax_accum.value_and_apply_gradients(loss, tx)), jnp.array(W)
+    state = tx.init(w)
+    for batch in batches(sizes, place):
+        _, w, state = step(w, state, batch)
+    return w, None
+
+
+def on(kind):
+    return jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
+
+
+WAYS = {
+    "Linen": (linen, False),
+    "Linen, deferred": (linen, True),
+    "NNX": (of_nnx, False),
+    "NNX, deferred": (of_nnx, True),
+    "without Flax": (without_flax, True),
+}
+READ = [*itertools.product(WAYS, ["Auto", "Explicit"], [fractional, mean], [each_of, looked_up])]
+IN_EACH_RUN = [
+    ("Linen", "Explicit", fractional, looked_up),
+    ("NNX", "Explicit", fractional, looked_up),
+    ("NNX", "Auto", fractional, each_of),
+    ("Linen, deferred", "Auto", fractional, each_of),
+    ("without Flax", "Explicit", fractional, looked_up),
+]
+
+
+@pytest.mark.parametrize(("way", "kind", "loss", "of_rows"), sweep(READ, but=IN_EACH_RUN))
+def test_each_device_reads_the_loss_of_its_rows(way, kind, loss, of_rows):
+    """Once per call, with the gradient; or in partial sums, of which each device's is weighed by it.
+
+    Weight and factor are read together, so a loss that only a device by itself can run is as exact as any other.
+    """
+    (trained, deferred), mesh = WAYS[way], on(kind)
     place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
     tx, options = (window(every=2, devices="data"), {}) if deferred else (window(every=2), {"devices": "data"})
+    loss = functools.partial(loss, each=of_rows)
     with jax.set_mesh(mesh):
-        assert_whole(STEPS[step](fractional, tx, (4, 8), place, num_microbatches=2, **options), fractional)
+        found = trained(loss, tx, (4, 8), place, num_microbatches=2, **options)
+    assert_whole(found, loss, expected="of each device" if way == "without Flax" else None)
+
+
+@pytest.mark.parametrize("options", [{"weight_fn": rows_of}, {}], ids=["weighed", "a sum"])
+@pytest.mark.parametrize(
+    ("step", "kind"), sweep(itertools.product(STEPS, ["Auto", "Explicit"]), but=[("Linen", "Explicit")])
+)
+def test_each_device_checks_the_loss_of_its_rows(step, kind, options):
+    """The loss that a device runs, and whole calls cannot on an Explicit mesh: it would pass unread."""
+    mesh = on(kind)
+    place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
+    centred = lambda w, batch: looked_up(w, (None, batch[1])).std()
+    tx = window(every=2) if options else window("sum", every=2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="(?s)each row takes a mean over rows.*exact=False"):
+        STEPS[step](centred, tx, (4, 8), place, devices="data", **options)
 
 
 @pytest.mark.parametrize(("devices", "cut"), [(4, 1), *sweep([(2, 3), (1, 2), (1, 1)])], ids=str)

@@ -30,7 +30,17 @@ def of_a_sum(params, x):
     return jnp.mean((x @ (params["w"] + 2 * jnp.pad(params["b"], (3, 0))[:, None])) ** 3)
 
 
-@pytest.mark.parametrize("loss", [linear, linear_and_more, with_decay])
+def scaled(params, x):
+    """A parameter scales a mean, whose gradient is that mean: a sum, and 1 / n."""
+    return params["b"][0] * jnp.mean((x @ params["w"]) ** 2)
+
+
+def repeated(params, x):
+    """Each entry has the same gradient, of their sum."""
+    return jnp.mean((x @ params["w"]) ** 2) + jnp.mean(jnp.sin(params["b"].sum() * x[:, 0]))
+
+
+@pytest.mark.parametrize("loss", [linear, linear_and_more, with_decay, scaled, repeated])
 def test_each_micro_batch_has_its_own(loss):
     by_name = statistics.Options(groups={"w": "w", "b": "b"})
     run = optax_accum.value_and_grad(loss, 4, statistics=by_name)
@@ -49,11 +59,33 @@ def of_a_count(params, x):
     return mean + jnp.sin(params["b"].sum() * x[:, 0]).mean() + count * params["b"].sum()
 
 
-@pytest.mark.parametrize("loss", [of_a_sum, of_a_count])
+def of_a_scaled_sum(params, x):
+    """How much the sum over all rows changes the loss, no micro-batch tells: it is there after the loop."""
+    total = params["b"][0] * jnp.sum(jax.nn.sigmoid(x @ params["w"]))
+    return total / (total + len(x))
+
+
+@pytest.mark.parametrize("loss", [of_a_sum, of_a_count, of_a_scaled_sum])
 def test_gradients_that_no_micro_batch_has_are_refused(loss):
     run = optax_accum.value_and_grad(loss, 4, statistics=statistics.Options(groups={"w": "w", "b": "b"}))
-    with pytest.raises(ValueError, match="micro-batches have none of their own.*Leave statistics out"):
+    with pytest.raises(ValueError, match=r"none of their own: that of argument 0\['b'\] .*Leave statistics out"):
         jax.jit(run)(PARAMS, X)
+
+
+@pytest.mark.parametrize("of_rows", [lambda params, x: params["b"].sum() * x[:, 0], lambda params, x: x @ params["w"]])
+def test_a_micro_batch_has_its_part_of_the_gradient_of_a_ratio(of_rows):
+    """Of an intersection over a union: its denominator is that of all rows."""
+    ratio = lambda i: i / (i + len(X))
+    loss = lambda params, x: ratio(jnp.sum(jax.nn.sigmoid(of_rows(params, x))))
+    (_, found), _ = jax.jit(optax_accum.value_and_grad(loss, 4, statistics=True))(PARAMS, X)
+
+    def by_part(copies):
+        return ratio(sum(jnp.sum(jax.nn.sigmoid(of_rows(copy, X[i::4]))) for i, copy in enumerate(copies)))
+
+    parts = [jax.tree.map(lambda leaf: 4 * leaf, part) for part in jax.grad(by_part)([PARAMS] * 4)]
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *parts)
+    spread = sum(np.sum((part[name] - mean[name]) ** 2) / 4 for part in parts for name in PARAMS)
+    np.testing.assert_allclose(found.noise["all"], spread / (1 / 4 - 1 / 16), rtol=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [None, True])
