@@ -21,7 +21,7 @@ from optax_accum._space.device import Device
 from optax_accum._within import loops, partial, shared
 from optax_accum._within.fold import NOTHING, Result, Sampled, folded
 from optax_accum._within.some_rows import evaluate_some, followed, of_rows, read
-from optax_accum._within.store import Store, axis_of, has_own_rows, same
+from optax_accum._within.store import Store, axis_of, has_own_rows
 
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
@@ -247,7 +247,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     body = compilers.opened(params["jaxpr"])[0]
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
-    wide = shared.widened(list(fixed), [same] * consts)  # their gradients are sums over all iterations
+    wide = shared.widened(list(fixed), [shared.same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])

@@ -68,7 +68,7 @@ class Closure:
             return False
         for leaf in leaves:
             if id(leaf) not in self._found:
-                self._found[id(leaf)] = leaf, widened(leaf, _same)
+                self._found[id(leaf)] = leaf, widened(leaf, same)
         return True
 
     def opened(self, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
@@ -89,7 +89,7 @@ class Closure:
         return converted
 
 
-def _same(leaf: Any) -> Any:
+def same(leaf: Any) -> Any:
     return leaf
 
 

@@ -62,7 +62,7 @@ class Store:
         if shared.is_widened(self.values.get(value)):
             return self.values[value]
         if value not in self.passed:
-            (self.passed[value],) = shared.widened([self.whole(value)], [same])
+            (self.passed[value],) = shared.widened([self.whole(value)], [shared.same])
         return self.passed[value]
 
     def cuttable(self, value: Value) -> Any:
@@ -84,7 +84,3 @@ def axis_of(value: Value) -> int:
 def has_own_rows(value: Value) -> bool:
     """Whether each device has its own rows of a value; not where rows are along two axes."""
     return value.axis not in (None, COUPLED)
-
-
-def same(leaf: Any) -> Any:
-    return leaf

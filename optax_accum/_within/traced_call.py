@@ -80,7 +80,7 @@ def trace_call(
     devices = device.count
     rows_here = count_known_rows(call[call.batch])
     rows = devices * rows_here
-    of_arrays, arrays = _of_arrays(fun, call)
+    of_arrays, arrays = call.of_arrays(fun)
     arguments = call.arguments.items()
     owner = [name for name, arg in arguments for leaf in jax.tree.leaves(arg) if is_array(leaf)]
 
@@ -136,13 +136,6 @@ def on_device(call: Call) -> Call:
 
 def warn_undivided(error: UndividedError) -> None:
     messages.warn(f"{error} {_AT_ONCE}")
-
-
-def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
-    """The call as a function of its arrays, and the arrays."""
-    names = tuple(call.arguments)
-    arrays, filled = parted(call[names], is_array)
-    return lambda arrays: fun(call.with_values(names, filled(arrays))), arrays
 
 
 def type_of(leaf: Any, times: float = 1) -> Any:
