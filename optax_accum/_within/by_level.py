@@ -18,9 +18,9 @@ from optax_accum._rows.places import explained
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
-from optax_accum._within import loops, partial, shared
+from optax_accum._within import loops, shared
 from optax_accum._within.fold import NOTHING, Result, Sampled, folded
-from optax_accum._within.some_rows import evaluate_some, followed, of_rows, read
+from optax_accum._within.some_rows import evaluate_some, followed, of_rows, part_of, read, reduction_of
 from optax_accum._within.store import Store, axis_of, has_own_rows
 
 
@@ -65,7 +65,7 @@ def _run_whole(equation: Equation, levels: Levels, store: Store) -> None:
     values = [store.whole(value) for value in equation.ins]
     if _is_part_of_batch(equation, levels, store):
         every = jnp.arange(store.units.number)
-        store.sums[equation.outs[0]] = partial.part_of(equation, store.units, values, every)
+        store.sums[equation.outs[0]] = part_of(equation, store.units, values, every)
         return
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
@@ -97,8 +97,8 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
         local = functools.partial(of_rows, equation, units, numbers=every)
         return _in_step(equation, local, device, values)
     if kind is Kind.PARTIAL:
-        part = partial.part_of(equation, units, values, every)
-        return [finished(equation, device.joined(partial.reduction_of(equation).fold, part), store)]
+        part = part_of(equation, units, values, every)
+        return [finished(equation, device.joined(reduction_of(equation).fold, part), store)]
     has_rule = derivatives.has_backward(equation)
     if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
@@ -121,7 +121,7 @@ def _is_part_of_batch(equation: Equation, levels: Levels, store: Store) -> bool:
     """Whether an equation is a sum over the rows of several devices that the batch alone decides."""
     if store.device.is_alone or levels.moving or levels.kinds[equation] is not Kind.PARTIAL:
         return False
-    return partial.reduction_of(equation).fold is SUM and not equation.name.startswith("scatter")
+    return reduction_of(equation).fold is SUM and not equation.name.startswith("scatter")
 
 
 def _is_of_parts(equation: Equation, levels: Levels, store: Store) -> bool:

@@ -13,9 +13,8 @@ from optax_accum._rows.division import ADDS
 from optax_accum._rows.levels import Bodies, Body, Kind, Levels
 from optax_accum._rows.places import explained
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._rows.registry import known
+from optax_accum._rows.registry import Reduction, known
 from optax_accum._rows.units import Units
-from optax_accum._within import partial
 from optax_accum._within.store import axis_of
 
 
@@ -29,7 +28,7 @@ def evaluate_some(
             if equation in known.bodies:
                 results = _inside(equation)(equation, known.bodies[equation], units, values, numbers)
             elif known.kinds[equation] is Kind.PARTIAL and equation.view.has_rows:
-                results = [partial.part_of(equation, units, values, numbers)]
+                results = [part_of(equation, units, values, numbers)]
             elif known.kinds[equation] is Kind.PARTIAL:
                 if equation.name in ADDS and isinstance(known, Levels):
                     pairs = zip(values, equation.ins, strict=True)
@@ -75,6 +74,25 @@ def of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
         return [positional.at(equation.single, values, axis_of(made), places)]
     some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
     return resized.evaluate(equation.single, equation.double, some, values)
+
+
+def reduction_of(equation: Equation) -> Reduction:
+    return known(equation.name).partial
+
+
+def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
+    """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
+    reduction = reduction_of(equation)
+
+    def filled(value: Any, axis: int | None) -> Any:
+        if axis is None or not units.fills:
+            return value
+        counts = units.counts(numbers, value.shape[axis])
+        counts = jnp.expand_dims(counts, [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(counts, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
+
+    pairs = zip(values, (value.axis for value in equation.ins), strict=True)
+    return reduction.part(equation.single, [filled(*pair) for pair in pairs], dtypes.of_sum, reduction.fold.along)
 
 
 def _inside(equation: Equation) -> Callable[..., Sequence[Any]]:
