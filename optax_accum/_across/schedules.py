@@ -45,7 +45,8 @@ def as_schedule(every: Any) -> Schedule:
     if isinstance(every, Schedule):
         return every
     if every is None:
-        return Schedule(_by_caller, text="None", on_host=lambda number, asked: asked, by_caller=True)
+        due = lambda state, weight, counts, flush: asked_by_caller(flush)
+        return Schedule(due, text="None", on_host=lambda number, asked: asked, by_caller=True)
     if callable(every):
         return by_count(lambda state: every(state.gradient_step))
     count = _as_int(every)
@@ -78,10 +79,6 @@ def _or_flush(
 
 def was_asked(flush: Any) -> Flag:
     return False if flush is None else as_flush(flush)
-
-
-def _by_caller(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
-    return asked_by_caller(flush)
 
 
 def asked_by_caller(flush: Any) -> Flag:

@@ -10,7 +10,7 @@ from jax.tree_util import all_leaves
 
 from optax_accum._arguments import signature
 from optax_accum._core import dtypes
-from optax_accum._core.leaves import by_path, check_arrays
+from optax_accum._core.leaves import by_path, check_arrays, is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._shared.arrays import is_key, short
 
@@ -148,6 +148,12 @@ class Call:
         """Calls `fun` as the user did."""
         args = [arg for name, arg in self.arguments.items() if isinstance(name, int)]
         return fun(*args, **{name: arg for name, arg in self.arguments.items() if isinstance(name, str)})
+
+    def of_arrays(self, fun: Callable[["Call"], Any]) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+        """`fun(call)` as a function of the arrays among the arguments, and these arrays."""
+        names = tuple(self.arguments)
+        arrays, filled = parted(self[names], is_array)
+        return lambda arrays: fun(self.with_values(names, filled(arrays))), arrays
 
     def fold_key(self, index: Any) -> "Call":
         """Folds the index of a micro-batch, or of a device, into each key: `jax.random.fold_in`."""

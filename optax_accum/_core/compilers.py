@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -207,10 +207,14 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     return frozenset(varying or ())  # a `jax.ShapeDtypeStruct` need not say it
 
 
-def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
+def as_varying(leaf: Any, axes: Iterable[str]) -> Any:
+    """Marks a value as one that may differ along these axes, too."""
+    missing = tuple(sorted({*axes} - varying_axes(leaf)))
+    if not missing:
+        return leaf
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(leaf, tuple(axes), to="varying")
-    return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
+        return jax.lax.pcast(leaf, missing, to="varying")
+    return jax.lax.pvary(leaf, missing)  # type: ignore[attr-defined]
 
 
 def tracing_on(mesh: Any) -> Any:

@@ -34,11 +34,7 @@ def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[An
     An operation takes no others in `jax.shard_map`.
     """
     union = frozenset[str]().union(*map(compilers.varying_axes, (*values, *like)))
-    missing = [union - compilers.varying_axes(value) for value in values]
-    return [
-        compilers.as_varying(value, sorted(over)) if over else value
-        for value, over in zip(values, missing, strict=True)
-    ]
+    return [compilers.as_varying(value, union) for value in values]
 
 
 def varying_as(values: Sequence[Any], kinds: Sequence[Any], more: frozenset[str] | None = None) -> list[Any]:
@@ -49,8 +45,7 @@ def varying_as(values: Sequence[Any], kinds: Sequence[Any], more: frozenset[str]
     """
     more = varying_more(values, kinds) if more is None else more
     pairs = zip(values, kinds, strict=True)
-    missing = [(value, (compilers.varying_axes(kind) | more) - compilers.varying_axes(value)) for value, kind in pairs]
-    return [compilers.as_varying(value, sorted(over)) if over else value for value, over in missing]
+    return [compilers.as_varying(value, compilers.varying_axes(kind) | more) for value, kind in pairs]
 
 
 def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:

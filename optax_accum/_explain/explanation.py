@@ -164,7 +164,8 @@ class Explanation:
         else:
             yield from _filled("Across calls one weight is not enough, since terms have denominators of their own:")
             for weight in self.weights:
-                yield from _filled(f"{_divides(weight)}: {weight}", "  ")
+                divided = weight.term or " and ".join(map(str, weight.sums))
+                yield from _filled(f"{divided}: {weight}", "  ")
             yield from _filled(f"Within a call value_and_grad takes them all. {BY_ITSELF}")
         for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in self.weights if weight.guard):
             yield from _filled(f"{by}, {guard}, keeps the sum from zero; the weight may be 0.")
@@ -184,10 +185,6 @@ _AFTER = {
     NOT_EXACT: f"{WITHIN} {BY_ITSELF}",
     CANNOT_BE_READ: f"If micro-batches add up, pass weight= or weight_fn=. {WITHIN}",
 }
-
-
-def _divides(weight: Weight) -> str:
-    return weight.term or " and ".join(map(str, weight.sums))
 
 
 def _table(couplings: tuple[Coupling, ...]) -> Iterator[str]:

@@ -57,8 +57,7 @@ def no_squares(groups: Tree, params: Tree) -> list[jax.Array]:
 def _empty(param: Any, shape: tuple[int, ...]) -> jax.Array:
     """Zeros, which differ between devices where the parameter does; a lone zero would be a constant, of no mesh."""
     zeros = jnp.sum(jnp.zeros((1, *shape), default_float()), axis=0)
-    missing = compilers.varying_axes(param) - compilers.varying_axes(zeros)
-    return compilers.as_varying(zeros, sorted(missing)) if missing else zeros
+    return compilers.as_varying(zeros, compilers.varying_axes(param))
 
 
 def squared_norms(groups: Tree, tree: Tree, like: jax.Array) -> ByGroup:

@@ -175,12 +175,7 @@ def varying(tree: Tree, axes: Axes) -> Tree:
     """
     if not axes or not types_track_devices(axes):
         return tree
-
-    def vary(leaf: Any) -> Any:
-        missing = tuple(axis for axis in axes if axis not in compilers.varying_axes(leaf))
-        return compilers.as_varying(leaf, missing) if missing else leaf
-
-    return jax.tree.map(vary, tree)
+    return jax.tree.map(lambda leaf: compilers.as_varying(leaf, axes), tree)
 
 
 def differs(leaf: Any, axes: Axes) -> bool:

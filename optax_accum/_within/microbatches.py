@@ -13,7 +13,7 @@ from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import is_split
 from optax_accum._core import convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
-from optax_accum._core.leaves import check_arrays, is_array, parted
+from optax_accum._core.leaves import check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.parts import LossParts
@@ -252,22 +252,14 @@ def _check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
     `part` is the call for some rows, `all_rows` for all.
     """
     try:
-        of_part = hidden_draws(*_of_arrays(fun, part))
-        of_rows = hidden_draws(*_of_arrays(fun, all_rows)) if of_part else []
+        drawn = hidden_draws(*part.of_arrays(fun))
+        drawn_for_all = hidden_draws(*all_rows.of_arrays(fun)) if drawn else []
     except Exception:  # fun takes one batch size only, or an axis that is not here: draws for each row are not known
         return
-    for shape, of_all in zip(of_part, of_rows, strict=False):
-        if shape != of_all:
+    for shape, shape_for_all in zip(drawn, drawn_for_all, strict=False):
+        if shape != shape_for_all:
             raise ValueError(
                 "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
                 f"{list(shape)} from a key that it closes over, or makes. Pass the key as an argument and name it with "
                 "rng_argnum; to share it on purpose, with whole_argnums."
             )
-
-
-def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], Any], Any]:
-    """`fun(call)` as a function of the arrays among its arguments, and these arrays."""
-    names = tuple(call.arguments)
-    arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
-    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
-    return lambda arrays: fun(with_arrays(arrays)), arrays

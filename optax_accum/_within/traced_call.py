@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_known_rows, is_split
 from optax_accum._core import compilers, evaluation, messages, tracing
-from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.leaves import is_array
 from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
 from optax_accum._rows.dealing import dealt_out
@@ -75,9 +75,7 @@ def trace_call(
     device = device or Device()
     rows_here = count_known_rows(call[call.batch])
     rows = device.count * rows_here
-    names = tuple(call.arguments)
-    arrays, filled = parted(call[names], is_array)
-    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
+    with_arrays, arrays = call.of_arrays(lambda call: call)
     owner = [name for name, arg in call.arguments.items() for leaf in jax.tree.leaves(arg) if is_array(leaf)]
     are_rows = [name in call.batch for name in owner]
 

@@ -66,8 +66,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
     if not device.one_batch:  # its own batch: nothing is added over devices, parameters' gradients neither
         others = tuple(name for name in call.arguments if name not in call.batch)
         call = call.with_values(others, device.fold_keys(call[others]))
-        arrays, filled = parted(call[tuple(call.arguments)], is_array)
-        call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
+        call = device.localized(call, tuple(call.arguments))
     fun = _with_one_number(rules)
     may_run_at_once = device.is_alone and not rules.meter.measures
     if may_run_at_once and split_rows(list(call[call.batch]), rules.sizes, device.count).microbatches == 1:
