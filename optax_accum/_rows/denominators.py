@@ -144,7 +144,8 @@ def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tupl
     needed, todo = {guard}, [guard]
     while todo:
         for value in todo.pop().ins:
-            if isinstance(value, Constant | Number) or reading.same.get(value, value) == by.value:
+            is_count = reading.same.get(value, value) == by.value and value not in reading.guard_of
+            if isinstance(value, Constant | Number) or is_count:
                 continue
             if value not in makers:
                 return ()

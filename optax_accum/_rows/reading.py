@@ -55,6 +55,7 @@ class Reading:
         self.known: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
+        self.unscaled: dict[Value, Value] = {}  # a count that is kept from zero, before a number multiplies it
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
@@ -265,6 +266,8 @@ class Reading:
         if value in self.model or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
         value, (term,) = self.same.get(value, value), form.terms
+        if value in self.unscaled:
+            return self.scalar(self.unscaled[value])
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
 
     def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:
