@@ -63,6 +63,7 @@ class FormAnalysis:
         self.firsts: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
+        self.unscaled: dict[Value, Value] = {}  # a count that is kept from zero, before a number multiplies it
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
@@ -278,6 +279,8 @@ class FormAnalysis:
         if value in self.of_params or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
         value, (term,) = self.original(value), form.terms
+        if value in self.unscaled:
+            return self.scalar(self.unscaled[value])
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
 
     def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:

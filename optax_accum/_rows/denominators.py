@@ -144,7 +144,8 @@ def _keeps(analysis: FormAnalysis, by: Sum, guards: Iterable[Equation | None]) -
     needed, todo = {guard}, [guard]
     while todo:
         for value in todo.pop().ins:
-            if isinstance(value, Constant | Number) or analysis.original(value) == by.value:
+            is_count = analysis.original(value) == by.value and value not in analysis.guard_of
+            if isinstance(value, Constant | Number) or is_count:
                 continue
             if value not in made_by:
                 return ()

@@ -66,6 +66,9 @@ def _from_devices(analysis: FormAnalysis, equation: Equation, forms: Sequence[Fo
 
 
 def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    if equation.name == "mul":
+        _scaled(analysis, equation, *equation.ins)
+        _scaled(analysis, equation, *equation.ins[::-1])
     for place, other in enumerate(forms):
         form, scalar = forms[1 - place], analysis.scalar(equation.ins[place])
         if not other.sums:
@@ -78,6 +81,7 @@ def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) 
 
 def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     (form, by), value = forms, equation.ins[1]
+    _scaled(analysis, equation, *equation.ins)
     is_power = len(by.terms) == 1 and not by.sums
     scalar = by.terms[0].powers if is_power else analysis.scalar(value)
     if scalar is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact):
@@ -92,6 +96,13 @@ def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form])
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
     is_count = value.aval.size == 1 and value in analysis.of_params and value not in analysis.levels.differentiable
     return Form().because(*form.reasons, *by.reasons, Reason(text, place, True, unless_weighed=is_count))
+
+
+def _scaled(analysis: FormAnalysis, equation: Equation, value: Value, number: Value) -> None:
+    """Notes a count that is kept from zero, then multiplied by a number: it divides as without the number."""
+    guard, (result,) = analysis.guard_of.get(value), equation.outs
+    if guard is not None and result.aval.size == 1 and analysis.is_fixed(number):
+        analysis.unscaled[result], analysis.guard_of[result] = value, guard
 
 
 def _power(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:

@@ -85,9 +85,20 @@ class View(NamedTuple):
 
     @property
     def has_same_numbers(self) -> bool:
-        """Whether the two equations differ only in sizes."""
+        """Whether the two equations differ only in sizes, and these only along axes of rows."""
         double = self.double.params
-        return all(key in _SIZES | _PROGRAMS or equal(value, double.get(key)) for key, value in self.params.items())
+        is_size = lambda key, value: key in _SIZES and self._differs_along_rows(value, double.get(key))
+        return all(
+            key in _PROGRAMS or equal(value, double.get(key)) or is_size(key, value)
+            for key, value in self.params.items()
+        )
+
+    def _differs_along_rows(self, single: Any, double: Any) -> bool:
+        """Whether sizes, one for each axis, differ along axes of rows alone; `n` in `x[:, :n:9]` is a number."""
+        if not isinstance(single, tuple):
+            return True
+        differ = {axis for axis, (a, b) in enumerate(zip(single, double, strict=True)) if a != b}
+        return differ <= {*self.ins, *self.outs}
 
     @property
     def has_same_sizes(self) -> bool:

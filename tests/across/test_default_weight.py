@@ -97,6 +97,8 @@ GUARDS = {  # of two terms
     "maximum": lambda count: [jnp.maximum(count, 1), jnp.maximum(count, 1)],
     "where": lambda count: [jnp.where(count > 0.5, count, 0.5)] * 2,
     "both": lambda count: [jnp.maximum(count + 1e-9, 1)] * 2,
+    "clip": lambda count: [jnp.clip(count, 1, 1e6)] * 2,
+    "scaled": lambda count: [4 * jnp.maximum(count, 1) / 3, 2.0 * jnp.maximum(count, 1)],
 }
 
 

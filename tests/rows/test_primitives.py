@@ -234,6 +234,7 @@ def shapes():
     yield "slice", lambda x: lax.slice_in_dim(x, 0, len(x) // 2), ("n4",), "together"
     yield "slice", lambda x: lax.slice_in_dim(x, 0, len(x), 2), ("n4",), "together"
     yield "slice", lambda x, y: lax.slice_in_dim(x, len(y) // 6, len(y) // 6 + 1, axis=1), ("n4", "n"), "together"
+    yield "slice", lambda x, y: lax.slice(x, (0, 0), (len(x), 2 + len(y) // 6), (1, 2)), ("n4", "n"), "together"
     yield "dynamic_slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, axis=1), ("n4", "i:"), "local"
     yield "dynamic_slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, axis=0), ("n4", "i:"), "together"
     yield "dynamic_slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, len(x) // 2, axis=0), ("n4", "i:"), "together"
