@@ -171,7 +171,7 @@ class Reading:
         """The first equation that does the same with the same operands."""
         known = self.known.setdefault((equation.name, tuple(map(self._key, equation.ins))), [])
         for other in known:
-            if other is equation or equal(other.single.params, equation.single.params):
+            if equal(other.single.params, equation.single.params):
                 return other
         known.append(equation)
         return equation
@@ -293,11 +293,8 @@ def _widens(equation: Equation) -> bool:
     """Whether an equation is a cast that changes no number: a mask of bools has one sum, in integers and in floats."""
     if equation.name != "convert_element_type":
         return False
-    before, after = equation.ins[0].aval.dtype, equation.outs[0].aval.dtype
-    if jnp.promote_types(before, after) != after:
-        return False
-    is_integer = [jnp.issubdtype(dtype, jnp.integer) for dtype in (before, after)]
-    return jnp.issubdtype(before, jnp.bool) or is_integer[0] == is_integer[1]
+    (before,), (after,) = equation.ins, equation.outs
+    return jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype
 
 
 def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
