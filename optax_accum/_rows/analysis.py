@@ -7,6 +7,7 @@ of a sum is a reason why no weight is found.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.compilers import varying_axes
@@ -60,7 +61,7 @@ class FormAnalysis:
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
         self.repeats: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
-        self.firsts: dict[Any, Equation] = {}
+        self.firsts: dict[Any, list[Equation]] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
         self.unscaled: dict[Value, Value] = {}  # a count that is kept from zero, before a number multiplies it
@@ -170,17 +171,24 @@ class FormAnalysis:
     def _find_again(self, equation: Equation) -> None:
         """Notes if an equation repeats an earlier one, or only casts its operand."""
         first = self.first(equation)
-        if first is not equation and equal(first.single.params, equation.single.params):
+        if first is not equation:
             pairs = zip(equation.outs, first.outs, strict=True)
             self.repeats.update((value, self.original(other)) for value, other in pairs)
-        elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
+        elif _widens(equation) or (
+            equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None
+        ):
             self.repeats[equation.outs[0]] = self.original(equation.ins[0])
             if guard := self.guard_of.get(equation.ins[0]):
                 self.guard_of[equation.outs[0]] = guard
 
     def first(self, equation: Equation) -> Equation:
-        """The first equation with these operands; its parameters may differ."""
-        return self.firsts.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
+        """The first equation that does the same with the same operands."""
+        known = self.firsts.setdefault((equation.name, tuple(map(self._key, equation.ins))), [])
+        for other in known:
+            if equal(other.single.params, equation.single.params):
+                return other
+        known.append(equation)
+        return equation
 
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
@@ -295,6 +303,14 @@ class FormAnalysis:
 
 _HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
+
+
+def _widens(equation: Equation) -> bool:
+    """Whether an equation is a cast that changes no number: a mask of bools has one sum, in integers and in floats."""
+    if equation.name != "convert_element_type":
+        return False
+    (before,), (after,) = equation.ins, equation.outs
+    return jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype
 
 
 def _draws(equation: Equation) -> bool:

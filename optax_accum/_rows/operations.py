@@ -17,7 +17,8 @@ from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
 
 LARGE = 1e6  # the smallest number that is taken for a bound which no denominator reaches
-SMALL = 1e-3  # the largest number that may be added to a denominator to keep it from zero
+SMALL = 1e-3  # the largest number that keeps a mean of a mask from zero
+ADDED = 1e-5  # the largest that may be added to a denominator for that: of ten tokens, a millionth
 
 Rule = Callable[[FormAnalysis, Equation, Sequence[Form]], Form | None]
 
@@ -44,7 +45,7 @@ def _cast(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> 
 def _sum(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A sum, or a difference. Adding a small number, which keeps a denominator from zero, is a guard."""
     for place, value in enumerate(equation.ins):
-        small = equation.name == "add" and analysis.is_small(equation.ins[1 - place], SMALL)
+        small = equation.name == "add" and analysis.is_small(equation.ins[1 - place], ADDED)
         if small and analysis.scalar(value) is not None:
             return _guarded(analysis, equation, place, forms)
     return added(forms)

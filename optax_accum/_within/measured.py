@@ -25,7 +25,7 @@ class Scaled(NamedTuple):
     """A value whose squared norm is `scale` times that of a sum, of any micro-batch's part as of the whole."""
 
     of: Value
-    scale: float = 1.0
+    scale: float = 1
 
 
 def sum_of(value: Value, levels: Levels, *, in_order: bool) -> Scaled | None:
@@ -53,14 +53,11 @@ def _before(found: Scaled, equation: Equation) -> Scaled | None:
         return Scaled(value, found.scale)
     if equation.name == "broadcast_in_dim":
         return Scaled(value, found.scale * found.of.aval.size / value.aval.size)
-    if equation.name not in ("mul", "div"):
-        return None
     if equation.name == "mul" and isinstance(value, Number):
         value, others = others[0], [value]
-    if not isinstance(others[0], Number):
+    if equation.name not in ("mul", "div") or not isinstance(others[0], Number):
         return None
-    number = float(others[0].number) ** 2
-    return Scaled(value, found.scale * number if equation.name == "mul" else found.scale / number)
+    return Scaled(value, found.scale * float(others[0].number) ** (2 if equation.name == "mul" else -2))
 
 
 _IN_ORDER = frozenset(["convert_element_type", "copy", "div", "mul", "neg"])
@@ -104,17 +101,9 @@ def measured(
     sums = [one.of for one in found if one is not None]
     loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
     if not loops:
-        named = [
-            f"argument {name}{path}"
-            for name in program.call.params
-            for path, leaf in by_path(program.call.arguments[name], "")
-            if is_inexact(leaf)
-        ]
-        most = max(
-            (set(loop.sums) for loop in program.levels.loops), key=lambda made: len(made & set(sums)), default=()
-        )
-        pairs = zip(named, found, strict=True)
-        missing = [name for name, one in pairs if one is not None and one.of not in most] or named
+        named = [f"argnums{path}" for path, leaf in by_path(params) if is_inexact(leaf)]
+        ready = sums_of(program.levels)
+        missing = [name for name, one in zip(named, found, strict=True) if one and one.of not in ready] or named
         meter.refuse(
             "Statistics take the gradient of each micro-batch, and of this loss micro-batches have none of their own: "
             f"that of {', '.join(missing)} is there only for all rows, or in another loop (rows are taken together, or "

@@ -170,6 +170,20 @@ def keras_mean(p, b):
 
 
 @exact
+def one_mask_as_booleans_and_floats(p, b):
+    """Whose sum is taken three times: of booleans, which are integers then, and of floats."""
+    kept = b["m"] > 0
+    m = kept.astype(jnp.float32)
+    by = jnp.where(kept, per(p, b), 0).sum() / kept.sum() + (kept * net(p, b["x"])[:, 0]).sum() / kept.sum()
+    return by + (m * per(p, b) ** 2).sum() / m.sum()
+
+
+@exact
+def small_number_added(p, b):
+    return (per(p, b) * b["m"]).sum() / (b["m"].sum() + 1e-6)
+
+
+@exact
 def cond_guard(p, b):
     s, c = (per(p, b) * b["m"]).sum(), b["m"].sum()
     return lax.cond(c > 0, lambda: s / c, lambda: 0.0)
@@ -271,6 +285,18 @@ def siglip(p, b):
     k = len(a)
     each = 2 * jnp.eye(k) - 1
     return -jnp.sum(jax.nn.log_sigmoid(each * s)) / k
+
+
+@not_exact
+def number_added(p, b):
+    """It was called exact, and was off by 5e-4 / sum(m)."""
+    return (per(p, b) * b["m"]).sum() / (b["m"].sum() + 5e-4)
+
+
+@not_exact
+def weights_and_their_integers(p, b):
+    w = 9 * b["wt"]
+    return (w * per(p, b)).sum() / w.sum() + (w * per(p, b) ** 2).sum() / w.astype(jnp.int32).sum()
 
 
 @not_exact
@@ -741,6 +767,7 @@ KINDS = {
         "keras_mean",
         "cond_guard",
         "bf16_masked",
+        "one_mask_as_booleans_and_floats",
     ],
     "not exact": [
         "infonce",
@@ -749,6 +776,7 @@ KINDS = {
         "top_half",
         "mixup_flip",
         "over_max",
+        "number_added",
         "expert_capacity",
         "batchnorm",
         "hardest_triplet",
