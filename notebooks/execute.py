@@ -48,9 +48,11 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         "language_info": {"name": "python"},
     }
     for cell in notebook.cells:
-        # a tag says which picture the gallery shows
-        tags = cell.metadata.get("tags")
-        cell.metadata = {"tags": tags} if tags else {}
+        # they say which picture the gallery shows, and which panel of it
+        kept = ("tags", "panel")
+        cell.metadata = {
+            key: cell.metadata[key] for key in kept if key in cell.metadata
+        }
         if cell.cell_type == "code":
             cell.outputs = [
                 output

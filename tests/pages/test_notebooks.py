@@ -94,6 +94,20 @@ def test_the_gallery_shows_one_panel_of_several():
     assert panel.width < 0.6 * width
 
 
+def test_who_executes_a_notebook_keeps_its_panel():
+    """`python notebooks/execute.py` cleans what a run leaves in a notebook."""
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
+    execute = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(execute)
+    read = nbformat.read(NOTEBOOKS[3], as_version=4)
+    (tagged,) = [cell for cell in read.cells if cell.metadata.get("tags")]
+    tagged.metadata["execution"] = {"iopub.status.busy": "2026"}
+    execute.cleaned(read)
+    assert tagged.metadata == {"tags": ["gallery"], "panel": [0, 0.505]}
+
+
 def test_a_notebook_without_the_tag_is_refused(tmp_path):
     notebook = json.loads(NOTEBOOKS[0].read_text())
     for cell in notebook["cells"]:
