@@ -2,16 +2,18 @@
 
 What no public function tells stands behind it: what the table of primitives says of one equation (a rule that is too
 careful changes no number); algorithms that are compared with a search or a sum, case by case (`adding`, `cuts`, `holds`);
-and what a test switches off, or sets to what it is for another compiler, device or JAX (all other modules).
+and what a test switches off, or sets to what it is for another compiler, device or JAX, or in a new process (all other
+modules).
 """
 
 from optax_accum._core import adding, compilers, convolutions, versions
 from optax_accum._core.dtypes import holds
+from optax_accum._core.state import warn_of_no_window
 from optax_accum._rows import cuts, locality, registry, traces
 from optax_accum._space import collectives, device, mapped, meshes
 
 __all__ = ["adding", "claims_of", "collectives", "compilers", "convolutions", "cuts", "device", "holds", "known"]
-__all__ += ["mapped", "meshes", "registered", "says", "set_rules", "versions", "view_of"]
+__all__ += ["mapped", "meshes", "registered", "says", "set_rules", "versions", "view_of", "warn_of_no_window"]
 
 # The table of primitives
 

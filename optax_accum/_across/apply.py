@@ -10,7 +10,7 @@ from optax_accum._across import outcomes
 from optax_accum._across.transformation import rules_of, update
 from optax_accum._arguments import callables, checks
 from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
-from optax_accum._core.state import check_no_other_window
+from optax_accum._core.state import check_no_other_window, states_in, warn_of_no_window
 from optax_accum._core.types import Tree
 
 
@@ -56,8 +56,8 @@ def apply_gradients(
 
       * An integer parameter (its gradient is a float0): is returned as it
         is, if `inner` leaves it out (`optax.masked`).
-      * `tx` does not accumulate: one update; `weight` and `flush` are
-        ignored like any extra argument.
+      * `tx` does not accumulate: one update. If `weight`, `rows` or `flush`
+        is given, a warning, once, that these do nothing.
       * `tx` accumulates, but not as we do (`optax.MultiSteps`,
         `optax.apply_every`), and `weight`, `rows` or `flush` is given: an
         error, because these would be lost.
@@ -93,5 +93,7 @@ def apply_gradients(
         return update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     if extra_args.keys() & {"weight", "rows", "flush"}:
         check_no_other_window(state, "apply_gradients with weight, rows or flush")
+        if not states_in(state):
+            warn_of_no_window()
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

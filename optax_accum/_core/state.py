@@ -1,5 +1,6 @@
 """The state of a window in flight, and how to read it."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core import dtypes
+from optax_accum._core import dtypes, messages
 from optax_accum._core.leaves import by_path, is_inexact
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
@@ -225,6 +226,15 @@ def check_no_other_window(state: Tree, caller: str) -> None:
             "optimizer inside it in optax_accum.accumulate_gradients(inner, every); from_multi_steps turns a running "
             "state of optax.MultiSteps into ours."
         )
+
+
+@functools.cache
+def warn_of_no_window() -> None:
+    """Warns, once in a process, that what belongs to a window does nothing without one."""
+    messages.warn(
+        "weight, rows, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap "
+        "it in optax_accum.accumulate_gradients."
+    )
 
 
 def map_states(

@@ -1,6 +1,5 @@
 """What a window sums beside gradients: metrics and statistics, for Linen and NNX."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_accum._arguments.spelling import closest
-from optax_accum._core import dtypes, messages, sums
+from optax_accum._core import dtypes, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import (
     AccumulationState,
@@ -19,6 +18,7 @@ from optax_accum._core.state import (
     holds_sum,
     map_states,
     states_in,
+    warn_of_no_window,
 )
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
@@ -71,15 +71,6 @@ def with_partial_sums(opt_state: Tree, changed: Callable[[Tree], Tree]) -> Tree:
         return state._replace(acc_grads=changed(state.acc_grads)) if partial else state
 
     return map_states(convert, opt_state)
-
-
-@functools.cache
-def warn_once() -> None:
-    """Warns that `weight`, `flush` and `metrics` do nothing without a window."""
-    messages.warn(
-        "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
-        "optax_accum.accumulate_gradients."
-    )
 
 
 def zero_sums(values: Tree) -> WeightedSum:
@@ -167,7 +158,7 @@ def extra_args(
     """
     given = {name: value for name, value in given.items() if value is not None}
     if window is None and (given or metrics is not None):
-        warn_once()
+        warn_of_no_window()
     for name in kwargs:
         if meant := closest(name, own, 0.85):
             raise TypeError(

@@ -1,6 +1,7 @@
 """The contract of `accumulate_gradients` and `apply_gradients`, line by line; the law itself is in test_law.py."""
 
 import typing
+import warnings
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import optax_accum
+from tests.engine import warn_of_no_window
 
 pytestmark = pytest.mark.quick
 
@@ -564,3 +566,20 @@ def test_two_optimizers_are_updated_together_if_both_gradients_come_first(first,
     whole = start[1] - 0.1 * jax.grad(maker_loss)(start[1], start[0], rows)
     np.testing.assert_allclose(critic, start[0] - 0.1 * jax.grad(critic_loss)(*start, rows), rtol=1e-5)
     assert np.allclose(maker, whole, atol=1e-6) == is_whole
+
+
+def test_a_weight_for_an_optimizer_that_does_not_accumulate_is_said_to_do_nothing():
+    """An optimizer that was not wrapped: an update at every call. Once, and only where something is lost."""
+    tx, params = optax.sgd(0.1), jnp.ones(2)
+    warn_of_no_window.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for given in ({}, {"weight": 3.0}, {"flush": True}):
+            optax_accum.apply_gradients(tx, params, tx.init(params), params, **given)
+    assert ["this optimizer has none" in str(warning.message) for warning in caught] == [True]
+    assert caught[0].filename == __file__
+    warn_of_no_window.cache_clear()
+    chained = optax.chain(optax_accum.accumulate_gradients(tx, every=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optax_accum.apply_gradients(chained, params, chained.init(params), params, weight=3.0)

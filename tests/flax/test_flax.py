@@ -18,8 +18,8 @@ from numpy.testing import assert_allclose
 
 import optax_accum
 from optax_accum import flax as accum
-from optax_accum.flax import _window
 from tests import ROOT, programs
+from tests.engine import warn_of_no_window
 from tests.flax_problems import (
     ROWS,
     X,
@@ -69,7 +69,7 @@ def test_extra_arguments_reach_the_optimizer_and_fields_are_replaced():
 
 
 def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
-    _window.warn_once.cache_clear()
+    warn_of_no_window.cache_clear()
     plain, ours = created(optax.sgd(0.1), train_state.TrainState), created(optax.sgd(0.1))
     grads = gradient(plain, (X, Y))[1]
     with warnings.catch_warnings(record=True) as caught:
@@ -463,7 +463,7 @@ def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
         logits, new = state.apply_fn(variables, batch[0], mutable=["batch_stats"])
         return cross_entropy(logits, batch[1]), new
 
-    _window.warn_once.cache_clear()
+    warn_of_no_window.cache_clear()
     state = whole = created(optax.sgd(0.1), norm=norm)
     loss = gradient(whole, (X, Y))[0] if not norm else None
     state, metrics = accum.linen.train_step(fun, num_microbatches=3)(
