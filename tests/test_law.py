@@ -17,73 +17,29 @@ ROWS = 12
 PARTITIONS = [(12,), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1)]
 
 
-def through_update(inner, start, batches):
-    """`update`, then `optax.apply_updates`, jitted."""
-    tx = optax_accum.accumulate_gradients(inner, len(batches))
-    update = jax.jit(tx.update)
+PATHS = {  # of a window: by `update` or `apply_gradients`, closed by a count or a flush, alone or in a chain
+    "update": {"applies": False},
+    "apply_gradients": {},
+    "a window that the caller closes": {"every": None, "flush": bool},
+    "a window cut short by a traced flush": {"every": 100, "flush": jnp.array, "applies": False},
+    "in a chain": {"is_chained": True},
+    "a sum": {"reduction": "sum", "of": ROWS},
+}
+
+
+def through(inner, start, batches, *, every=0, flush=None, applies=True, is_chained=False, of=1, **options):
+    """One window of micro-batches, each weighted by its rows `of` so many."""
+    tx = optax_accum.accumulate_gradients(inner, len(batches) if every == 0 else every, **options)
+    tx = optax.chain(optax.identity(), tx) if is_chained else tx
+    step = tx.update if not applies else functools.partial(optax_accum.apply_gradients, tx)
+    if flush or not applies:
+        step = jax.jit(step, static_argnames=["flush"] if flush is bool else [])
     state, now = tx.init(start), start
     for batch in batches:
-        updates, state = update(problems.grad(now, batch), state, now, weight=float(len(batch[0])))
-        now = optax.apply_updates(now, updates)
-    return now, state
-
-
-def through_apply_gradients(inner, start, batches):
-    return problems.across_calls(inner, start, batches)
-
-
-def through_flush(inner, start, batches):
-    """The caller owns the window."""
-    tx = optax_accum.accumulate_gradients(inner, None)
-    step = jax.jit(lambda *args, **kwargs: optax_accum.apply_gradients(tx, *args, **kwargs), static_argnames="flush")
-    state, now = tx.init(start), start
-    for batch in batches:
-        grads = problems.grad(now, batch)
-        now, state = step(grads, state, now, weight=len(batch[0]), flush=batch is batches[-1])
-    return now, state
-
-
-def through_a_short_window(inner, start, batches):
-    """The window is cut by a traced flush long before `every`."""
-    tx = optax_accum.accumulate_gradients(inner, 100)
-    update = jax.jit(tx.update)
-    state, now = tx.init(start), start
-    for i, batch in enumerate(batches):
-        grads = problems.grad(now, batch)
-        flush = jnp.array(i == len(batches) - 1)
-        updates, state = update(grads, state, now, weight=len(batch[0]), flush=flush)
-        now = optax.apply_updates(now, updates)
-    return now, state
-
-
-def through_chain(inner, start, batches):
-    """Weights reach a transformation that stands in a chain."""
-    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(inner, len(batches)))
-    state, now = tx.init(start), start
-    for batch in batches:
-        grads = problems.grad(now, batch)
-        now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]))
-    return now, state[1]
-
-
-def through_a_sum(inner, start, batches):
-    """`reduction="sum"` with each micro-batch's share of the rows as its weight."""
-    tx = optax_accum.accumulate_gradients(inner, len(batches), reduction="sum")
-    state, now = tx.init(start), start
-    for batch in batches:
-        grads = problems.grad(now, batch)
-        now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]) / ROWS)
-    return now, state
-
-
-PATHS = [
-    through_update,
-    through_apply_gradients,
-    through_flush,
-    through_a_short_window,
-    through_chain,
-    through_a_sum,
-]
+        closes = {"flush": flush(batch is batches[-1])} if flush else {}
+        made, state = step(problems.grad(now, batch), state, now, weight=len(batch[0]) / of, **closes)
+        now = made if applies else optax.apply_updates(now, made)
+    return now, state[1] if is_chained else state
 
 
 @pytest.mark.quick
@@ -92,7 +48,7 @@ PATHS = [
 def test_the_update_equals_the_update_of_the_whole_batch(path, sizes):
     start, batch, inner = problems.params(), problems.rows(ROWS), optax.adamw(0.1)
     whole, whole_state = problems.whole_batch_update(inner, start, batch)
-    now, state = path(inner, start, problems.cut(batch, sizes))
+    now, state = through(inner, start, problems.cut(batch, sizes), **PATHS[path])
     chex.assert_trees_all_close(now, whole, rtol=2e-5, atol=2e-6)
     chex.assert_trees_all_close(state.inner_opt_state, whole_state, rtol=2e-5, atol=2e-6)
     assert not np.allclose(now["w"], start["w"])  # and it compares something

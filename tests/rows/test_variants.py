@@ -153,7 +153,9 @@ def sides(found):
 
 
 def assert_linear(names, number):
-    founds = {name: [variants.traced(name, each) for each in range(number)] for name in names}
+    """Entry by entry, shapes change nothing: six variants have all ways to be given literals and parameters."""
+    numbers = {name: min(number, 6) if name in FAMILIES["entries"] else number for name in names}
+    founds = {name: [variants.traced(name, each) for each in range(numbers[name])] for name in names}
     founds = {name: [found for found in each if found is not None] for name, each in founds.items()}
     pairs = jax.jit(lambda: {name: [sides(found) for found in each] for name, each in founds.items()})()
     assert [name for name in names if not any(pairs[name])] == [
