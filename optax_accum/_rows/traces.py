@@ -85,7 +85,7 @@ class View(NamedTuple):
 
     @property
     def has_same_numbers(self) -> bool:
-        """Whether the two equations differ only in sizes, and these only along axes of rows."""
+        """Whether the two equations differ in sizes alone, along axes of rows."""
         double = self.double.params
         is_size = lambda key, value: key in _SIZES and self._differs_along_rows(value, double.get(key))
         return all(

@@ -77,7 +77,7 @@ def test_counts_run_the_loss_forward_once_more_as_far_as_they_need_it(turns):
 def test_terms_are_refused_over_calls_with_what_to_do():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
     with pytest.raises(
-        TypeError, match=r"Across calls .* the terms \['kl', 'policy'\].*let value_and_grad cut the whole"
+        TypeError, match=r"Across calls .* the terms \['kl', 'policy'\].*let value_and_grad split the whole"
     ):
         optax_accum.value_and_apply_gradients(near, tx)(W, tx.init(W), X)
     of_means = lambda w, x: {"a": jnp.mean(x @ w), "b": jnp.sum(w)}
