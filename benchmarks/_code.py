@@ -21,7 +21,8 @@ def commit() -> str:
     git = lambda *words: subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout
     try:
         shown = git("show", "-s", "--format=%h of %cs", "HEAD").strip()
-        changes = git("status", "--porcelain", "--untracked-files=no", "optax_accum", *FOLDERS)
+        code = [f"{folder}/*.py" for folder in ("optax_accum", *FOLDERS)]  # results that were just written are none
+        changes = git("status", "--porcelain", "--untracked-files=no", *code)
     except (OSError, subprocess.CalledProcessError):
         return "that is not known: there is no git here"
     return f"{shown}, with changes" if changes else shown
