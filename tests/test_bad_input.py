@@ -934,6 +934,7 @@ KEY = jax.random.key(0)
     [
         (lambda: _split(loss, jnp.ones(3, int), X), "Only floating-point arguments .*Pass it as another argument[.]"),
         (lambda: _split(loss, W, {"x": X, "key": KEY}), "A key in a batch argument.*as an argument of its own[.]"),
+        (lambda: _split(loss, W, KEY), "argument 1[.] Name the batch by batch_argnums[.]"),
         (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not split"),
         (lambda: _split(lambda w, x, y: loss(w, x + y), W, X, jnp.ones((8, 1))), "batch_argnums[.]"),
         (lambda: _split(lambda w, x: x @ w, W, X), "fun must return a real scalar"),

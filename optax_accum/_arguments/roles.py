@@ -223,9 +223,9 @@ def _check_batch(name: Name, batch: Tree, and_name_it: str) -> None:
     check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array of numbers.")
     for path, leaf in by_path(batch, ""):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            remedy = f"Pass it as an argument of its own{and_name_it}" if path else "Name the batch by batch_argnums"
             raise TypeError(
-                f"A key in a batch argument would be the same for every micro-batch: argument {name!r}{path}. Pass it "
-                f"as an argument of its own{and_name_it}."
+                f"A key in a batch argument would be the same for every micro-batch: argument {name!r}{path}. {remedy}."
             )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):

@@ -283,9 +283,7 @@ def test_batch_norm_across_calls_is_averaged_if_one_says_so(train):
 
     batch = next(batches((6,), jnp.asarray))
     if train:
-        message = (
-            r"(?s)each row takes a mean over rows, flax_problems.py:\d+.*use_running_average=True.*GroupNorm.*exact=False"
-        )
+        message = r"(?s)each row takes a mean over rows, flax_problems.py:\d+.*use_running_average=True.*GroupNorm.*exact=False"
         for weighed in ({}, {"weight_fn": rows_of}):
             with pytest.raises(ValueError, match=message):
                 accum.linen.train_step(loss, num_microbatches=1, **weighed)(
