@@ -229,7 +229,7 @@ def test_parameters_with_one_gradient_and_other_shards():
     to = {"a": P("data"), "b": P(None, "data")}
     call = lambda **options: optax_accum.value_and_grad(loss, 2, devices=optax_accum.Devices("data", **options))
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match="overlap=True needs parameters with gradients of their own"):
+        with pytest.raises(ValueError, match="overlap=True needs parameters with different gradients"):
             jax.jit(call(to=to, overlap=True))(params, x)
         for options in ({"to": to}, {"overlap": True}):  # the remedies
             found = jax.device_get(jax.jit(call(**options))(params, x)[1])
