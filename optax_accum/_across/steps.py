@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optax_accum._across import accumulator, on_host, outcomes, schedules
-from optax_accum._across.apply import apply_gradients
+from optax_accum._across.apply import applied
 from optax_accum._across.inner import check_extra_args, ignored_args, is_data
 from optax_accum._across.loss import Added, Done, Loss
 from optax_accum._across.window import MicroBatch, WindowRules, check_state, micro_step, weighed
@@ -102,7 +102,7 @@ class Step:
             counted, factor = {"rows": keywords.read.weight}, keywords.read.factor
         grads, loss = arithmetic.times((done.grads, done.loss), factor)
         extra_args = {"value": loss, **counted, "flush": keywords.flush, **keywords.extra_args}
-        return apply_gradients(self.inner, grads, state, params, **extra_args)
+        return applied(self.inner, grads, state, params, **extra_args)
 
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, also those given by keyword; the other keywords are the optimizer's."""
