@@ -13,12 +13,12 @@ from optax_accum._arguments.roles import Call
 from optax_accum._core import convolutions, matching, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.traced import Traced, trace_or_run
-from optax_accum._core.types import Flag, Tree, Weight
+from optax_accum._core.types import Flag, Tree
 from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
-from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
+from optax_accum._loss.weighing import Amount, ByCount, ByWeight, MeanAndFactor
 from optax_accum._shared.arrays import short
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
@@ -37,7 +37,7 @@ class Done(NamedTuple):
 
     loss: jax.Array  # []
     value: Any  # what `fun` returned
-    weight: Weight
+    amount: Amount
     grads: Tree | Added  # the gradient, unless the backward pass has added it
 
 
@@ -50,7 +50,7 @@ class Loss:
     weight_fn: Callable[..., Any] | None
     divisor: Divisor
     meter: Meter
-    weight_from_loss: Callable[..., ByWeight | None] | None = None  # reads off the loss how a micro-batch is weighed
+    amount_from_loss: Callable[..., Amount | None] | None = None  # reads off the loss how a micro-batch counts
     holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
     def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, flush: Flag | None) -> Done:
@@ -72,7 +72,7 @@ class Loss:
             matching.check_sums(acc, params)
         how = self._adding(params, traced) if acc is not None and tracing.is_staged() else None
 
-        def returned(loss: jax.Array, parts: LossParts) -> tuple[jax.Array, Any, Weight]:
+        def returned(loss: jax.Array, parts: LossParts) -> tuple[jax.Array, Any, Amount]:
             value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
             return loss, value, weighing.counted(parts.loss)
 
@@ -84,25 +84,24 @@ class Loss:
             return returned(*forward(compute, params, weighing))
 
         ending = self._ending(device, acc, how, flush)
-        if acc is None or (not how and (self.meter.measures or weighing.weight is None)):
-            backward, (loss, value, weight) = run()
-            return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
+        amount = weighing.amount
+        if acc is None or (not how and (self.meter.measures or amount is None)):
+            backward, (loss, value, amount) = run()
+            return Done(loss, value, amount, backward.gradient())  # the window adds it, and measures it
         add = functools.partial(add_to, first=index == 0, rest=rest, how=how, vary=device.vary, together=together)
         if how and ending is not None:
             how = dataclasses.replace(how, finish=ending.finish)
-            acc, squares, (loss, value, counted) = add_last(
-                acc, run, weighing.weight, index == 0, how=how, vary=device.vary
-            )
-            weight = counted if weighing.weight is None else weighing.weight
-        elif weighing.weight is not None:
-            weight = weighing.weight
-            acc, squares, (loss, value, _) = add(acc, run, weight)
+            scale = None if amount is None else amount.scale
+            acc, squares, (loss, value, counted) = add_last(acc, run, scale, index == 0, how=how, vary=device.vary)
+            amount = amount or counted
+        elif amount is not None:
+            acc, squares, (loss, value, _) = add(acc, run, amount.scale)
         else:
-            backward, (loss, value, weight) = run()  # a Ratio has its weight only when it has been run
-            acc, squares, _ = add(acc, lambda: (backward, None), weight, rest=lambda: None)
+            backward, (loss, value, amount) = run()  # a Ratio has its count only when it has been run
+            acc, squares, _ = add(acc, lambda: (backward, None), amount.scale, rest=lambda: None)
         measured = self.meter.by_group(parted(params, is_inexact)[1](squares)) if squares else None
         reduced = None if ending is None else ending.reduced(acc)
-        return Done(loss, value, weight, Added(acc, measured, reduced))
+        return Done(loss, value, amount, Added(acc, measured, reduced))
 
     def _ending(self, device: Device, acc: Tree | None, how: Adding | None, flush: Flag | None) -> Ending | None:
         if flush is False:
@@ -136,9 +135,9 @@ class Loss:
         read = self._read(device, call, is_weighed=is_ratio or is_weighed)
         if is_ratio:
             return ByCount(mean_and_factor)
-        by_weight = self._by_weight(call, read) if weight is None else ByWeight(checks.as_weight(weight))
-        mean, factor = mean_and_factor(by_weight.weight)
-        return ByWeight(mean, factor * by_weight.factor)
+        own = self._amount(call, read) if weight is None else Amount.of(checks.as_weight(weight))
+        scale, factor = mean_and_factor(own.scale)
+        return ByWeight(Amount(scale if own.weight is own.scale else mean_and_factor(own.weight)[0], scale), factor)
 
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:
@@ -150,20 +149,20 @@ class Loss:
                 '"mean", or return the total alone.'
             )
 
-    def _read(self, device: Device, call: Call, *, is_weighed: bool) -> ByWeight | None:
+    def _read(self, device: Device, call: Call, *, is_weighed: bool) -> Amount | None:
         """How the loss says that the micro-batch counts; raises where micro-batches do not add up."""
-        if self.weight_from_loss is None or not call.batch or not (self.holds or device.count > 1):
+        if self.amount_from_loss is None or not call.batch or not (self.holds or device.count > 1):
             return None
         takes_a_sum = not self.divisor.is_mean
-        return self.weight_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed, axes=device.axes)
+        return self.amount_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed, axes=device.axes)
 
-    def _by_weight(self, call: Call, read: ByWeight | None) -> ByWeight:
+    def _amount(self, call: Call, read: Amount | None) -> Amount:
         """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""
         if self.weight_fn:
-            return ByWeight(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
+            return Amount.of(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
         if read is not None:
-            return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
-        return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))
+            return read
+        return Amount.of(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))
 
 
 def _traced(device: Device, fun: Callable[[Any], LossParts], params: Tree) -> tuple[Traced, Callable[[Any], LossParts]]:

@@ -116,11 +116,11 @@ def _join_all(space: Space, grads: Tree, weight: Weight, state: AccumulationStat
 
 
 def _leave_out(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
-    return space.nonfinite(grads, weight), state.skip_state
+    return space.nonfinite((grads, weight), weight != 0), state.skip_state
 
 
 def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
-    return ~space.nonfinite(total, weight)
+    return ~space.nonfinite((total, weight), True)
 
 
 TABLE = {

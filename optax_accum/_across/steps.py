@@ -18,7 +18,7 @@ from optax_accum._across.window import MicroBatch, WindowRules, check_state, mic
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core import arithmetic, flags
+from optax_accum._core import flags
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import (
     AccumulationState,
@@ -28,7 +28,7 @@ from optax_accum._core.state import (
     states_in,
 )
 from optax_accum._core.types import Flag, Tree
-from optax_accum._loss.weighing import ByWeight
+from optax_accum._loss.weighing import Amount
 from optax_accum._space.devices import has_several, refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
@@ -40,7 +40,7 @@ class Keywords(NamedTuple):
     weight: Any
     flush: Any
     extra_args: Mapping[str, Any]
-    read: ByWeight | None = None  # how the micro-batch is weighed in a mean, if its loss was read
+    read: Amount | None = None  # how the micro-batch counts in a mean, if its loss was read
 
     @property
     def names(self) -> set[str]:
@@ -55,7 +55,7 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    weight_from_loss: Callable[..., ByWeight | None] | None  # for windows inside the optimizer: a micro-batch's weight
+    amount_from_loss: Callable[..., Amount | None] | None  # for windows inside the optimizer: how micro-batches count
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies its gradient: the value, the parameters, the state."""
@@ -95,14 +95,17 @@ class Step:
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """The parameters and the state after the micro-batch."""
-        named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
+        amount = keywords.read or done.amount
+        named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.amount.weight, jax.Array)
         check_no_other_window(state, "value_and_apply_gradients")
-        counted, factor = {"weight": done.weight} if named else {"rows": int(done.weight)}, 1.0
-        if keywords.read is not None:
-            counted, factor = {"rows": keywords.read.weight}, keywords.read.factor
-        grads, loss = arithmetic.times((done.grads, done.loss), factor)
-        extra_args = {"value": loss, **counted, "flush": keywords.flush, **keywords.extra_args}
-        return applied(self.inner, grads, state, params, **extra_args)
+        if named:
+            counted = {"weight": amount.weight}
+        else:
+            counted = {"rows": amount.weight if keywords.read else int(amount.weight)}
+        if amount.scale is not amount.weight:
+            counted["scale"] = amount.scale
+        extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
+        return applied(self.inner, done.grads, state, params, **extra_args)
 
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, also those given by keyword; the other keywords are the optimizer's."""
@@ -120,13 +123,13 @@ class Step:
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
-        if self.weight_from_loss is None or not call.batch or not any(map(has_several, states_in(state))):
+        if self.amount_from_loss is None or not call.batch or not any(map(has_several, states_in(state))):
             return keywords
         is_weighed = keywords.weight is not None or self.loss.weight_fn is not None
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
         takes_a_sum = ignored_args(self.inner, ["rows"], args, extra_args)
-        return keywords._replace(read=self.weight_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
+        return keywords._replace(read=self.amount_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
 
     @property
     def _inner_names(self) -> set[str]:
@@ -185,7 +188,7 @@ class AccumulatingStep(Step):
         return space
 
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:
-        return weighed(self.rules, space, weight, state)
+        return weighed(self.rules, space, Amount.of(weight), state).weight
 
     def adds_inside(self, state: AccumulationState) -> bool:
         return self.rules.policy.unseen and accumulator.accumulator_of(state).adds_inside
@@ -194,8 +197,9 @@ class AccumulatingStep(Step):
         self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree
     ) -> tuple[Tree, Tree]:
         value = {"value": done.loss} if "value" in self.mean_args else {}
-        weight = self.weighed(space, done.weight, state) if keywords.weight is None else keywords.weight
-        batch = MicroBatch(done.grads, weight, keywords.flush, {**value, **keywords.extra_args})
+        named = keywords.weight  # converted for this space
+        amount = weighed(self.rules, space, done.amount, state) if named is None else Amount.of(named)
+        batch = MicroBatch(done.grads, amount, keywords.flush, {**value, **keywords.extra_args})
         if isinstance(done.grads, Added):
 
             def like(param: Any) -> Any:

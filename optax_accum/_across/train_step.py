@@ -15,7 +15,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
-from optax_accum._loss.weighing import ByWeight
+from optax_accum._loss.weighing import Amount
 from optax_accum._shared.checks import as_function
 
 
@@ -156,21 +156,21 @@ def value_and_apply_gradients(
     fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("exact", exact, may_be_none=False)
-    weight_from_loss = _weight_from_loss(fun, roles, has_aux) if exact else None
+    amount_from_loss = _amount_from_loss(fun, roles, has_aux) if exact else None
     loss = Loss(
         fun,
         returns=Returns(has_aux),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
-        weight_from_loss=weight_from_loss if rules else None,
+        amount_from_loss=amount_from_loss if rules else None,
         holds=rules is not None and rules.schedule.holds,
     )
     if rules is None:
-        optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")
-        micro_step = Step(loss, roles, optimizer, mean_args=("value",), weight_from_loss=weight_from_loss)
+        optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "scale", "flush")
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",), amount_from_loss=amount_from_loss)
     else:
-        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, weight_from_loss=None, rules=rules)
+        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, amount_from_loss=None, rules=rules)
 
     @functools.wraps(fun)
     def step(
@@ -182,13 +182,13 @@ def value_and_apply_gradients(
     return step
 
 
-def _weight_from_loss(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
-    """A function that reads off a loss how its micro-batch is weighed; a sum, or what is weighed, is only checked."""
+def _amount_from_loss(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., Amount | None]:
+    """A function that reads off a loss how its micro-batch counts; a sum, or what is weighed, is only checked."""
 
-    def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> ByWeight | None:
+    def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> Amount | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
         weigher = weighing.Weigher(fun, roles, has_aux, axes)
-        return weigher.by_weight(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
+        return weigher.amount(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
 
     return read

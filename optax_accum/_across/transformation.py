@@ -18,6 +18,7 @@ from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state, no_means
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
+from optax_accum._loss.weighing import Amount
 from optax_accum._shared.checks import as_positive
 from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
@@ -121,6 +122,9 @@ def accumulate_gradients(
         mean over tokens, their number.
       * `rows`: the number of its rows, an integer: its weight in a mean if
         you pass no `weight`; 1 by default.
+      * `scale`: what its gradient, and `value`, is multiplied by: its weight
+        by default. Of a loss `total / maximum(count, 1)` that denominator,
+        with `weight=count`: then the total counts where the count is 0.
       * `flush`: a bool scalar; `True` closes the window with this
         micro-batch and divides by the weight that is in it. With a Python
         bool that is true, or with `every=None`, no branch is compiled.
@@ -153,8 +157,8 @@ def accumulate_gradients(
 
       Known when running:
 
-      * Weight 0: adds nothing, not even a NaN, but the micro-step counts.
-        Weight below 0: subtracts.
+      * Weight 0: adds nothing, not even a NaN, but the micro-step counts
+        (with a `scale`, that decides). Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.
       * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
@@ -275,6 +279,7 @@ def update(
     *,
     weight: Any = None,
     rows: int | jax.Array | None = None,
+    scale: Any = None,
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
@@ -285,5 +290,6 @@ def update(
     if not isinstance(rows, jax.Array):  # an array is the denominator of a loss
         rows = as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
-    batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
+    amount = weighed(rules, space, Amount(weight, weight if scale is None else scale), state)
+    batch = MicroBatch(grads, amount, flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

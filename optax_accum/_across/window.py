@@ -26,6 +26,7 @@ from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.meter import Meter
+from optax_accum._loss.weighing import Amount
 from optax_accum._space.devices import Devices
 from optax_accum._space.ending import Reduced
 from optax_accum._space.space import Space
@@ -50,7 +51,7 @@ class MicroBatch(NamedTuple):
     """The inputs of a micro-step, converted for its space."""
 
     grads: Tree  # the gradient, or, if a backward pass has added it, a stand-in of its shapes and dtypes
-    weight: Weight
+    amount: Amount
     flush: Any
     extra_args: Mapping[str, Any]
     added: Added | None = None
@@ -71,10 +72,10 @@ class Window(NamedTuple):
         return self.state if left is None else self.accumulator.with_sum(self.state, left)
 
 
-def weighed(rules: WindowRules, space: Space, weight: Any, state: AccumulationState) -> Weight:
-    """Converts `weight` for this space; a mean spreads it over the devices."""
+def weighed(rules: WindowRules, space: Space, amount: Amount, state: AccumulationState) -> Amount:
+    """Converts an amount for this space; a mean spreads it over the devices."""
     check_state(state)
-    return space.weight(weight, state.weight, spread=rules.divisor.is_mean)
+    return amount.map(lambda number: space.weight(number, state.weight, spread=rules.divisor.is_mean))
 
 
 def micro_step(
@@ -111,31 +112,42 @@ def micro_step(
 @jax.named_scope("optax_accum.add")
 def join(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
-    skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
+    skip, info = rules.policy.screen(space, batch.grads, batch.amount.scale, state, params)
     counts = flags.negated(skip) if rules.policy.waits else True
-    weight = flags.selected(skip, 0, batch.weight)
+    amount = batch.amount.map(lambda number: flags.selected(skip, 0, number))
+    weight = amount.weight
     first, accumulator = flags.known(state.mini_step == 0), accumulator_of(state)
     added, window_weight = batch.added, accumulator.weight(state, weight)
     if added is None:
         squares = rules.meter.squares(batch.grads, like=state.weight)
-        added = Added(accumulator.plus(state, batch.grads, batch.weight, first, skip), squares, None)
+        added = Added(accumulator.plus(state, batch.grads, batch.amount.scale, first, skip), squares, None)
     state = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
         weight=state.weight + weight,
-        mean_args={name: _add_arg(name, old, batch.extra_args, weight, first) for name, old in state.mean_args.items()},
+        mean_args={name: _add_arg(name, old, batch.extra_args, amount, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
-        samples=rules.meter.sample(state.samples, added.squares, weight, first),
+        samples=rules.meter.sample(state.samples, _squares_of_mean(added.squares, amount), weight, first),
     )
     state = accumulator.with_sum(state, added.acc)
     return Window(state, accumulator, added.reduced or added.acc, window_weight, counts)
 
 
-def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: Flag) -> WeightedSum:
-    """Adds an extra argument to its weighted sum: one number or tree, or one for each device."""
+def _squares_of_mean(squares: Any, amount: Amount) -> Any:
+    """The squares of the gradient that a micro-batch has as a mean: its scale, over its weight."""
+    if amount.scale is amount.weight:
+        return squares
+    return arithmetic.times(squares, (amount.scale * arithmetic.reciprocal(amount.weight)) ** 2)
+
+
+def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], amount: Amount, first: Flag) -> WeightedSum:
+    """Adds an extra argument to its weighted sum: one number or tree, or one for each device.
+
+    The value is the loss, which scales as its gradient does.
+    """
     if name not in extra_args:
         return sums.add(old, jax.tree.map(jnp.zeros_like, old.total), jnp.zeros_like(old.weight), first)
-    value, rows = extra_args[name], jnp.shape(weight)
+    value, rows = extra_args[name], jnp.shape(amount.weight)
     if is_array(old.total) and old.total.ndim == old.weight.ndim:
         remedy = (
             "Pass its mean, such as loss.mean(). For an array or a tree, give an example of it in a dict: mean_args="
@@ -145,7 +157,7 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
     else:
         matching.check_mean_arg(name, value, old.total, old.weight.ndim)
     values = jax.tree.map(lambda leaf, total: jnp.broadcast_to(leaf, total.shape), value, old.total)
-    return sums.add(old, values, weight, first)
+    return sums.add(old, values, amount.weight, first, amount.scale if name == "value" else None)
 
 
 @jax.named_scope("optax_accum.add")
@@ -155,7 +167,7 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
     if (asked := was_asked(batch.flush)) is not False:
-        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.weight) != 0)
+        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.scale) != 0)
     left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
     loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
     return Closing(flags.known(emits), flags.known(has_micro_batch), flags.known(loses_samples))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Flag, Tree, Weight
 
 
 class WeightedSum(NamedTuple):
@@ -25,9 +25,13 @@ class WeightedSum(NamedTuple):
         return mean(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=devices), self), empty=jnp.nan)
 
 
-def add(sums: WeightedSum, values: Tree, weight: Any, first: Any) -> WeightedSum:
-    """Adds `values` to the sums, or begins with them where `first`. A weight of 0 adds nothing, not a NaN."""
-    return arithmetic.add(sums, WeightedSum(values, jnp.ones_like(sums.weight)), weight, first)
+def add(sums: WeightedSum, values: Tree, weight: Weight, first: Flag, scale: Weight | None = None) -> WeightedSum:
+    """Adds `values`, or begins with them where `first`, times their weight, or what `scale` they have in its place.
+
+    A weight of 0 adds nothing, not a NaN.
+    """
+    total = arithmetic.add(sums.total, values, weight if scale is None else scale, first)
+    return WeightedSum(total, arithmetic.add(sums.weight, jnp.ones_like(sums.weight), weight, first))
 
 
 def mean(sums: WeightedSum, empty: Any = 0.0) -> Tree:

@@ -198,16 +198,12 @@ class Answer(NamedTuple):
         """How much a batch of these types counts in a loss that one count divides."""
         return next(iter(self.counts(batch).values()))[0]
 
-    def factor(self, weight: jax.Array) -> Any:
-        """Returns what makes of a loss the sum of its rows over the weight: it may divide by what is kept from zero.
+    def scale(self, weight: jax.Array) -> jax.Array:
+        """Returns what makes of a loss the sum of its rows: the weight, or what the loss divides by in its place.
 
-        That is 1, but for fractional masks: a sum of 0.5 under `maximum(sum, 1)` gives 2.
+        Under `maximum(sum, 1)` that is 1 for a sum of 0.5 or 0.
         """
-        denominator = self.denominators[0]
-        if not denominator.keeps:
-            return 1.0
-        by = jnp.where(weight == 0, 1, weight)
-        return jnp.where(weight == 0, 1, denominator.kept(by) / by)
+        return self.denominators[0].kept(weight)
 
 
 def answer_of(

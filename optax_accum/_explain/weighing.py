@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import messages
 from optax_accum._core.types import Axes
 from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, differs_along, repeated, terms_of, typed
 from optax_accum._explain.explanation import BY_ITSELF, WITHIN
-from optax_accum._loss.weighing import ByWeight
+from optax_accum._loss.weighing import Amount
 from optax_accum._rows.denominators import Found, reasons_of
 from optax_accum._rows.forms import TAKES
 from optax_accum._shared.checks import counted
@@ -38,13 +40,13 @@ class Weigher:
     has_aux: bool
     axes: Axes = ()
 
-    def by_weight(
+    def amount(
         self, call: Call, *, takes_a_sum: bool, is_weighed: bool, total: Callable[[jax.Array], jax.Array] = lambda n: n
-    ) -> ByWeight | None:
+    ) -> Amount | None:
         """Returns how the micro-batch of a call counts; None if by its rows, or as the user says, or if it is summed.
 
-        One trace of the loss gives both the weight and the factor: read in two places, where rows lie in different
-        ways, one might be known and not the other. `total` adds the weights of devices that share one gradient.
+        One trace of the loss gives both weight and scale: read in two places, where rows lie in different ways, one
+        might be known and not the other. `total` adds the weights of devices that share one gradient.
         """
         if takes_a_sum or is_weighed:
             self._check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
@@ -52,8 +54,8 @@ class Weigher:
         read = self._read(call)
         if read is None:
             return None
-        weight = total(read.weight(call[call.batch]))
-        return ByWeight(weight, read.factor(weight))
+        weight = total(jnp.asarray(checks.as_weight(read.weight(call[call.batch]), name="What the loss divides by")))
+        return Amount(weight, read.scale(weight))
 
     def _check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
         """Raises where micro-batches of the loss do not add up, whatever they weigh.

@@ -214,6 +214,11 @@ def _quotient(term: Any) -> Any:
     return divided(total.astype(dtypes.accumulator_dtype(total.dtype, None)), count)
 
 
+def kept_from_zero(count: Any) -> jax.Array:
+    """The count, and 1 for a count of 0."""
+    return jnp.where(count == 0, 1, count)
+
+
 def reciprocal(count: jax.Array) -> jax.Array:
     """1 / count: 0 for a count of 0; NaN, which shows, for a count that is too large to divide by."""
     is_empty = count == 0

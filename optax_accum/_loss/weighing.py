@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,40 @@ from optax_accum._loss import ratio
 MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_and_factor`
 
 
+class Amount(NamedTuple):
+    """What a micro-batch adds to a window, whose gradient is `sum(scale * gradient) / sum(weight)`.
+
+    The two are one number, the denominator of its loss, unless that is kept from zero: `total / maximum(count, 1)` has
+    weight `count` and scale `maximum(count, 1)`, so that the total is added where nothing is counted, too.
+    """
+
+    weight: Weight
+    scale: Weight
+
+    @classmethod
+    def of(cls, weight: Weight) -> "Amount":
+        """That of a micro-batch whose loss is divided by its weight."""
+        return cls(weight, weight)
+
+    def map(self, fun: Callable[[Weight], Weight]) -> "Amount":
+        weight = fun(self.weight)
+        return Amount(weight, weight if self.scale is self.weight else fun(self.scale))
+
+
 @dataclasses.dataclass(frozen=True)
 class ByWeight:
-    """A micro-batch of a window, whose weight is known beforehand; `factor` also scales its loss."""
+    """A micro-batch of a window, whose amount is known beforehand; `factor` also scales its loss."""
 
-    weight: Weight = 1.0
+    amount: Amount
     factor: Weight = 1.0
 
     def scaled(self, loss: Any) -> jax.Array:
         """The loss that is differentiated, []."""
         return _times(loss, self.factor)
 
-    def counted(self, loss: Any) -> Weight:
+    def counted(self, loss: Any) -> Amount:
         """How much it counts."""
-        return self.weight
+        return self.amount
 
     def value(self, loss: Any) -> Any:
         """The loss as the user gets it."""
@@ -43,13 +63,14 @@ class ByCount:
     """
 
     mean_and_factor: MeanAndFactor
-    weight: None = None  # known only after the loss has run
+    amount: None = None  # known only after the loss has run
 
     def scaled(self, loss: ratio.Ratio) -> jax.Array:
-        return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)
+        return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss).scale)), 1.0)
 
-    def counted(self, loss: ratio.Ratio) -> Weight:
-        return self.mean_and_factor(loss.count)[0]
+    def counted(self, loss: ratio.Ratio) -> Amount:
+        weight = self.mean_and_factor(loss.count)[0]
+        return Amount(weight, ratio.kept_from_zero(jnp.asarray(weight)))
 
     def value(self, loss: ratio.Ratio) -> jax.Array:
         return ratio.divided(jnp.asarray(loss.total), loss.count)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers, dtypes, tracing
-from optax_accum._core.types import Axes, Name, Tree, Weight
+from optax_accum._core.types import Axes, Flag, Name, Tree
 from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, check_local, check_num_devices, check_replicated, check_shared
-from optax_accum._space.ending import Endings, Reduced
+from optax_accum._space.ending import Endings
 from optax_accum._space.space import Space
 
 
@@ -62,10 +62,8 @@ class Several(Space):
             )
         return joins[over](leaf)
 
-    def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not dtypes.is_float0(leaf)]
-        # A device's shard of a sum contains other devices' gradients: its own weight of 0 does not excuse a NaN.
-        counts = True if isinstance(tree, Reduced) else weight != 0
+    def nonfinite(self, tree: Tree, counts: Flag) -> jax.Array:
+        sums = [leaf for leaf in jax.tree.leaves(tree) if not dtypes.is_float0(leaf)]
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & counts
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 

@@ -12,7 +12,7 @@ import jax
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, dtypes
-from optax_accum._core.types import Name, Tree, Weight
+from optax_accum._core.types import Flag, Name, Tree, Weight
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Reduced
 
@@ -89,9 +89,9 @@ class Space:
         """Combines outputs, each as its name says; sums go where `Devices(to=)` asks."""
         return jax.tree.map(self.output, over, leaves)
 
-    def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        """Whether any device holds a NaN or an infinity in a value that counts."""
-        return ~arithmetic.all_finite((tree, weight)) & (weight != 0)
+    def nonfinite(self, tree: Tree, counts: Flag) -> jax.Array:
+        """Whether any device whose values count holds a NaN or an infinity in them."""
+        return ~arithmetic.all_finite(tree) & counts
 
     # The work: a function on each device's own examples, and its results as users see them.
 

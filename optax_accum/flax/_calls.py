@@ -11,14 +11,12 @@ import jax.numpy as jnp
 from optax_accum._across.transformation import axes_of, rules_of
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import arithmetic
-from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.state import holds_partial_sums
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Axes, Tree
 from optax_accum._explain.weighing import Weigher
-from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
-from optax_accum._loss.weighing import ByWeight
+from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided, kept_from_zero
+from optax_accum._loss.weighing import Amount
 from optax_accum._space.device import Device
 from optax_accum._space.devices import PARTIAL, Devices, as_devices, has_several
 from optax_accum._space.here import here
@@ -32,10 +30,12 @@ class StepWeighing(NamedTuple):
       weight_fn: the user's; if the optimizer takes a sum, a function that returns 1; or None.
       read: `read(call, total=...)` reads off the loss how a call counts, and raises where calls do not add up; None
         where each micro-batch counts by itself, or no window averages several, of calls or of devices.
+      in_window: whether calls join a window.
     """
 
     weight_fn: Callable[..., Any] | None
-    read: Callable[..., ByWeight | None] | None = None
+    read: Callable[..., Amount | None] | None = None
+    in_window: bool = True
 
     @classmethod
     def chosen(
@@ -49,57 +49,55 @@ class StepWeighing(NamedTuple):
         """How those of calls of `fun` count. Without `fun` each counts by itself."""
         rules, window = rules_of(tx), find_window(opt_state)
         if window is None:
-            return cls(weight_fn)
+            return cls(weight_fn, in_window=False)
         read, is_weighed = None, weight_fn is not None
         takes_a_sum = rules is not None and not rules.divisor.is_mean
         if fun is not None and has_several(window):
             weigher = Weigher(fun, Roles(fun), has_aux=True, axes=devices_of(options).axes)
-            read = functools.partial(weigher.by_weight, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
+            read = functools.partial(weigher.amount, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
         if takes_a_sum and not is_weighed:
             weight_fn = lambda *_: jnp.ones([])  # losses are added, and gradients
         return cls(weight_fn, read)
 
-    def summed(
-        self, options: Mapping[str, Any], call: Call, outputs: tuple[Any, Any], grads: Tree, sums_of: Callable[..., Any]
-    ) -> tuple[Any, Tree]:
-        """The sums of a call, and its gradient, as it counts in its window; with partial sums each device's own.
+    def differentiated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss whose gradient a call adds: a `Ratio` that counts nothing in a window still adds its total."""
 
-        They come from `sums_of(call, loss, extra, weigh)`, where `weigh()` is the weight, or None for that of its rows.
+        @functools.wraps(fun)
+        def kept(*args: Any) -> tuple[Any, Any]:
+            loss, aux = fun(*args)
+            loss = as_ratio(loss)
+            return (Ratio(loss.total, kept_from_zero(loss.count)) if isinstance(loss, Ratio) else loss), aux
+
+        return kept if self.in_window else fun
+
+    def summed(
+        self, options: Mapping[str, Any], call: Call, outputs: tuple[Any, Any], sums_of: Callable[..., Any]
+    ) -> Any:
+        """The sums of a call, as it counts in its window; with partial sums each device's own.
+
+        They come from `sums_of(call, loss, extra, weigh)`, where `weigh()` is the weight, an `Amount`, or None for the
+        number of its rows.
         """
 
-        def counted(read: ByWeight | None, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, Tree]:
-            (loss, extra), weight = outputs, None
-            if read is not None:
-                (loss, grads), weight = arithmetic.times((loss, grads), read.factor), read.weight
-            weigh = lambda: self.weight_fn(*call[call.batch]) if self.weight_fn else weight
-            return sums_of(call, loss, extra, weigh), grads
+        def counted(read: Amount | None, call: Call, outputs: tuple[Any, Any]) -> Any:
+            weigh = lambda: self.weight_fn(*call[call.batch]) if self.weight_fn else read
+            return sums_of(call, *outputs, weigh)
 
-        def on_device(device: Device, call: Call, outputs: tuple[Any, Any], grads: Tree) -> tuple[Any, None]:
-            return counted(self._read(device, call), call, outputs, grads), None
+        def on_device(device: Device, call: Call, outputs: tuple[Any, Any]) -> tuple[Any, None]:
+            return counted(self._read(device, call), call, outputs), None
 
         devices = devices_of(options)
         if not devices.is_partial:
-            return counted(self._over(devices.axes, call), call, outputs, grads)
+            return counted(self._over(devices.axes, call), call, outputs)
         space = here(devices)
-        local, _ = space.run(on_device, call, *space.as_partial((outputs, grads)))
+        local, _ = space.run(on_device, call, space.as_partial(outputs))
         return space.as_local(local)
 
-    def _over(self, axes: Axes, call: Call) -> ByWeight | None:
+    def _over(self, axes: Axes, call: Call) -> Amount | None:
         """How a batch counts, of which each device reads the loss of its rows."""
-        found: list[Callable[..., Any]] = []
+        return here(Devices(axes or None)).run(lambda device, call: ((), self._read(device, call)), call)[1]
 
-        def on_device(device: Device, call: Call) -> tuple[tuple[()], list[jax.Array]]:
-            read = self._read(device, call)
-            pair = None if read is None else (read.weight, read.factor)
-            numbers, filled = parted(pair, is_array)  # a factor of 1.0 stays a number
-            found.append(filled)
-            return (), numbers
-
-        _, numbers = here(Devices(axes or None)).run(on_device, call)
-        pair = found[-1](numbers)
-        return None if pair is None else ByWeight(*pair)
-
-    def _read(self, device: Device, call: Call) -> ByWeight | None:
+    def _read(self, device: Device, call: Call) -> Amount | None:
         return None if self.read is None else self.read(call, total=device.total)
 
 
@@ -166,11 +164,23 @@ def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") 
     return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
 
 
-def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> WeightedSum:
+class Measured(NamedTuple):
+    """What a train step measures of a call.
+
+    Attributes:
+      sums: the weighted metrics, and its loss among them.
+      scale: what its gradient is multiplied by; None for its weight.
+    """
+
+    sums: WeightedSum
+    scale: jax.Array | None
+
+
+def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> Measured:
     """The weighted metrics of a train step's micro-batch, and its loss among them: one scalar.
 
-    `weigh` returns the micro-batch's weight; None weighs it by rows. It is not called for a `Ratio`: its count is the
-    weight.
+    `weigh` returns the micro-batch's weight, or its `Amount`; None weighs it by rows. It is not called for a `Ratio`:
+    its count is the weight.
     """
     loss = as_ratio(loss)
     if isinstance(loss, tuple):
@@ -181,8 +191,14 @@ def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> 
         raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
     if isinstance(loss, Ratio):
         loss = loss.checked()
-        return weighted({"loss": divided(jnp.asarray(loss.total), loss.count), **metrics}, loss.count)
-    return weighted({"loss": loss, **metrics}, weight_of(batch, weigh()))
+        amount = Amount(loss.count, kept_from_zero(loss.count))
+        loss = divided(jnp.asarray(loss.total), jnp.asarray(amount.scale))
+    else:
+        amount = weigh()
+        amount = amount if isinstance(amount, Amount) else Amount.of(weight_of(batch, amount))
+    of_loss, (others, weight) = weighted({"loss": loss}, amount.scale), weighted(metrics, amount.weight)
+    scale = None if amount.scale is amount.weight else of_loss.weight
+    return Measured(WeightedSum({**of_loss.total, **others}, weight), scale)
 
 
 def weight_of(batch: Tree, weight: Any = None) -> jax.Array:

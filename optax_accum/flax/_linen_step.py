@@ -80,7 +80,7 @@ def train_step(
 
     def sums_of(call: Call, loss: Any, extra: Mapping[str, Any], weigh: Callable[[], Any]) -> dict[str, Any]:
         (batch,), state = call[call.batch], call.arguments[3]
-        sums = {"metrics": _calls.measured(loss, extra.get("metrics", {}), batch, weigh)}
+        sums = _calls.measured(loss, extra.get("metrics", {}), batch, weigh)._asdict()
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
             sums["moments"] = _window.weighted(moments, _calls.weight_of(batch))
@@ -101,20 +101,21 @@ def train_step(
         call = roles.bind((state.params, batch, key, still), {})
         of_loss = with_outputs if exact else None
         weighing = StepWeighing.chosen(state.tx, state.opt_state, weight_fn, of_loss, own)
-        compute = optax_accum.value_and_grad(with_outputs, has_aux=True, **own)
-        (_, (loss, extra)), grads = compute(state.params, batch, key, still)
-        sums, grads = weighing.summed(own, call, (loss, extra), grads, sums_of)
+        compute = optax_accum.value_and_grad(weighing.differentiated(with_outputs), has_aux=True, **own)
+        (_, outputs), grads = compute(state.params, batch, key, still)
+        sums = weighing.summed(own, call, outputs, sums_of)
         if parted(grads)[1] is not None:  # of fp8: they are new values, no gradients
             new_values = _calls.over_devices(grads[OVERWRITE_WITH_GRADIENT], own, "max")
             grads = {**grads, OVERWRITE_WITH_GRADIENT: new_values}
         totals = _calls.over_devices(sums, own)
-        metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
+        moments, new = totals.get("moments"), {}
         if moments is not None:
             new = {"batch_stats": merge_batch_stats(weighted_mean(moments), state.batch_stats, state.momentum)}
         if _window.find_window(state.opt_state) is None:  # each call is an update
-            return state.apply_gradients(grads=grads, flush=flush, **new), metrics
-        new |= {"weight": sums["metrics"].weight, "stats_weight": None if moments is None else moments.weight}
-        state = state.apply_gradients(grads=grads, flush=flush, metrics=metrics, **new)
+            return state.apply_gradients(grads=grads, flush=flush, **new), weighted_mean(totals["sums"])
+        new |= {"weight": sums["sums"].weight, "stats_weight": None if moments is None else moments.weight}
+        new |= {} if sums["scale"] is None else {"scale": sums["scale"]}
+        state = state.apply_gradients(grads=grads, flush=flush, metrics=totals["sums"], **new)
         return state, state.window_metrics()
 
     return step

@@ -12,6 +12,7 @@ import optax_accum
 from optax_accum._across.transformation import axes_of
 from optax_accum._arguments import callables
 from optax_accum._core.state import AccumulationState
+from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
@@ -129,7 +130,7 @@ class Optimizer(nnx.Optimizer):
         params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **as_pure(extra))
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = as_pure(self.window), _window.as_weight(weight)
-        metrics = None if metrics is None else as_pure(dict(metrics))
+        metrics = metrics if metrics is None or isinstance(metrics, WeightedSum) else as_pure(dict(metrics))
         window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)

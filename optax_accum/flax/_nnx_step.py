@@ -9,7 +9,6 @@ from flax import nnx
 from optax_accum._arguments import checks
 from optax_accum._arguments.callables import as_weight_fn, check_called_with
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
@@ -84,10 +83,10 @@ def train_step(
         measured(batch, loss, metrics, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), metrics)
 
-    def measured(batch: Tree, loss: Any, metrics: Any, weigh: Callable[[], Any]) -> tuple[WeightedSum, jax.Array]:
+    def measured(batch: Tree, loss: Any, metrics: Any, weigh: Callable[[], Any]) -> tuple[_calls.Measured, jax.Array]:
         return _calls.measured(loss, metrics, batch, weigh), _calls.weight_of(batch)
 
-    def sums_of(call: Call, *outputs: Any) -> tuple[WeightedSum, jax.Array]:
+    def sums_of(call: Call, *outputs: Any) -> tuple[_calls.Measured, jax.Array]:
         (batch,) = call[call.batch]
         return measured(batch, *outputs)
 
@@ -107,14 +106,15 @@ def train_step(
         of_arrays, call = loss_of_arrays(with_metrics, model, batch, wrt)
         of_loss = of_arrays if exact else None
         weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, placed)
-        (_, outputs), grads = value_and_grad(with_metrics, wrt=wrt, has_aux=True, **placed)(model, batch)
-        (sums, rows), grads = weighing.summed(placed, call, outputs, grads, sums_of)
+        compute = value_and_grad(weighing.differentiated(with_metrics), wrt=wrt, has_aux=True, **placed)
+        (_, outputs), grads = compute(model, batch)
+        (sums, scale), rows = weighing.summed(placed, call, outputs, sums_of)
         totals, rows = _calls.over_devices((sums, rows), placed)
-        metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
-            return metrics
-        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=metrics, flush=flush)
+            return weighted_mean(totals)
+        scaled = {} if scale is None else {"scale": scale}
+        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=totals, flush=flush, **scaled)
         return optimizer.window_metrics()
 
     return step

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_accum._arguments.spelling import closest
-from optax_accum._core import dtypes, sums
+from optax_accum._core import arithmetic, dtypes, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import (
     AccumulationState,
@@ -85,8 +85,8 @@ def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
 
 
 def weighted(values: Tree, weight: Any) -> WeightedSum:
-    """One micro-batch's `weight * values`, in at least float32."""
-    return WeightedSum(jax.tree.map(lambda leaf: weight * wide(leaf), values), weight)
+    """One micro-batch's `weight * values`, in at least float32; zeros for a weight of 0."""
+    return WeightedSum(arithmetic.add(None, jax.tree.map(wide, values), weight, first=True), jnp.asarray(weight))
 
 
 def wide(value: Any) -> jax.Array:
@@ -96,25 +96,33 @@ def wide(value: Any) -> jax.Array:
     return jnp.asarray(value, dtypes.wide(jnp.result_type(value)))
 
 
-def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
-    """Adds `weight * values` to the sums of the window, or begins it anew."""
-    return sums.add(totals, values, jnp.where(micro_step.counts, weight, 0), micro_step.first)
+def add(totals: WeightedSum, part: WeightedSum, micro_step: MicroStep) -> WeightedSum:
+    """Adds a micro-batch's part to the sums of the window, or begins it anew."""
+    return arithmetic.add(totals, part, jnp.where(micro_step.counts, 1, 0), micro_step.first)
 
 
 def add_metrics(
-    totals: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
+    totals: dict[str, WeightedSum],
+    metrics: Mapping[str, Any] | WeightedSum | None,
+    weight: jax.Array,
+    micro_step: MicroStep,
 ) -> dict[str, WeightedSum]:
-    """Adds a micro-batch's metrics (nothing for None) to the window's; raises if other names were announced."""
-    if metrics is None:
-        metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
-    if sorted(metrics) != sorted(totals):
+    """Adds a micro-batch's metrics (nothing for None) to the window's; raises if other names were announced.
+
+    A train step of the library has weighed them: it gives their sums.
+    """
+    if isinstance(metrics, WeightedSum):
+        part = metrics
+    else:
+        check_metrics(metrics := dict.fromkeys(totals, 0.0) if metrics is None else metrics)
+        part = weighted(dict(metrics), weight)
+    if (names := sorted(part.total)) != sorted(totals):
         announced = f"with metrics={tuple(sorted(totals))}" if totals else "without metrics"
         raise ValueError(
             f"TrainState.create, or Optimizer, must be given the names of the metrics: it was created {announced}, and "
-            f"the step measures {sorted(metrics)}. Create it with metrics={tuple(sorted(metrics))}."
+            f"the step measures {names}. Create it with metrics={tuple(names)}."
         )
-    check_metrics(metrics)
-    return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}
+    return {name: add(totals[name], part._replace(total=part.total[name]), micro_step) for name in totals}
 
 
 def check_given(totals: dict[str, WeightedSum], metrics: Any, weight: Any) -> None:
@@ -132,7 +140,7 @@ def add_stats(
     moments: WeightedSum, new: Tree, old: Tree, momentum: Tree, weight: jax.Array, micro_step: MicroStep
 ) -> tuple[WeightedSum, Tree]:
     """Adds a micro-batch's statistics to the moments; returns them, and the statistics, which an update changes."""
-    moments = add(moments, batch_moments(new, old, momentum), weight, micro_step)
+    moments = add(moments, weighted(batch_moments(new, old, momentum), weight), micro_step)
     return moments, micro_step.stepped(merge_batch_stats(sums.mean(moments), old, momentum), old)
 
 
