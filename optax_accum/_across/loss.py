@@ -91,14 +91,14 @@ class Loss:
         add = functools.partial(add_to, first=index == 0, rest=rest, how=how, vary=device.vary, together=together)
         if how and ending is not None:
             how = dataclasses.replace(how, finish=ending.finish)
-            scale = None if amount is None else amount.scale
-            acc, squares, (loss, value, counted) = add_last(acc, run, scale, index == 0, how=how, vary=device.vary)
+            known = None if amount is None else amount.grad_weight
+            acc, squares, (loss, value, counted) = add_last(acc, run, known, index == 0, how=how, vary=device.vary)
             amount = amount or counted
         elif amount is not None:
-            acc, squares, (loss, value, _) = add(acc, run, amount.scale)
+            acc, squares, (loss, value, _) = add(acc, run, amount.grad_weight)
         else:
             backward, (loss, value, amount) = run()  # a Ratio has its count only when it has been run
-            acc, squares, _ = add(acc, lambda: (backward, None), amount.scale, rest=lambda: None)
+            acc, squares, _ = add(acc, lambda: (backward, None), amount.grad_weight, rest=lambda: None)
         measured = self.meter.by_group(parted(params, is_inexact)[1](squares)) if squares else None
         reduced = None if ending is None else ending.reduced(acc)
         return Done(loss, value, amount, Added(acc, measured, reduced))
@@ -136,8 +136,8 @@ class Loss:
         if is_ratio:
             return ByCount(mean_and_factor)
         own = self._amount(call, read) if weight is None else Amount.of(checks.as_weight(weight))
-        scale, factor = mean_and_factor(own.scale)
-        return ByWeight(Amount(scale if own.weight is own.scale else mean_and_factor(own.weight)[0], scale), factor)
+        factor = mean_and_factor(own.grad_weight)[1]
+        return ByWeight(own.map(lambda number: mean_and_factor(number)[0]), factor)
 
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:

@@ -102,8 +102,8 @@ class Step:
             counted = {"weight": amount.weight}
         else:
             counted = {"rows": amount.weight if keywords.read else int(amount.weight)}
-        if amount.scale is not amount.weight:
-            counted["scale"] = amount.scale
+        if amount.grad_weight is not amount.weight:
+            counted["grad_weight"] = amount.grad_weight
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
         return applied(self.inner, done.grads, state, params, **extra_args)
 

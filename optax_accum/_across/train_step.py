@@ -167,7 +167,7 @@ def value_and_apply_gradients(
         holds=rules is not None and rules.schedule.holds,
     )
     if rules is None:
-        optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "scale", "flush")
+        optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "grad_weight", "flush")
         micro_step = Step(loss, roles, optimizer, mean_args=("value",), amount_from_loss=amount_from_loss)
     else:
         micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, amount_from_loss=None, rules=rules)

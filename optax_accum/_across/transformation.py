@@ -122,9 +122,10 @@ def accumulate_gradients(
         mean over tokens, their number.
       * `rows`: the number of its rows, an integer: its weight in a mean if
         you pass no `weight`; 1 by default.
-      * `scale`: what its gradient, and `value`, is multiplied by: its weight
-        by default. Of a loss `total / maximum(count, 1)` that denominator,
-        with `weight=count`: then the total counts where the count is 0.
+      * `grad_weight`: what its gradient, and `value`, is multiplied by; its
+        `weight` by default. For `total / maximum(count, 1)` pass that
+        denominator, and `weight=count`: then a total is added, too, where
+        the count is 0.
       * `flush`: a bool scalar; `True` closes the window with this
         micro-batch and divides by the weight that is in it. With a Python
         bool that is true, or with `every=None`, no branch is compiled.
@@ -158,7 +159,7 @@ def accumulate_gradients(
       Known when running:
 
       * Weight 0: adds nothing, not even a NaN, but the micro-step counts
-        (with a `scale`, that decides). Weight below 0: subtracts.
+        (with a `grad_weight`, that decides). Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.
       * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
@@ -279,7 +280,7 @@ def update(
     *,
     weight: Any = None,
     rows: int | jax.Array | None = None,
-    scale: Any = None,
+    grad_weight: Any = None,
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
@@ -290,6 +291,6 @@ def update(
     if not isinstance(rows, jax.Array):  # an array is the denominator of a loss
         rows = as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
-    amount = weighed(rules, space, Amount(weight, weight if scale is None else scale), state)
+    amount = weighed(rules, space, Amount(weight, weight if grad_weight is None else grad_weight), state)
     batch = MicroBatch(grads, amount, flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

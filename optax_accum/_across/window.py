@@ -112,7 +112,7 @@ def micro_step(
 @jax.named_scope("optax_accum.add")
 def join(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
-    skip, info = rules.policy.screen(space, batch.grads, batch.amount.scale, state, params)
+    skip, info = rules.policy.screen(space, batch.grads, batch.amount.grad_weight, state, params)
     counts = flags.negated(skip) if rules.policy.waits else True
     amount = batch.amount.map(lambda number: flags.selected(skip, 0, number))
     weight = amount.weight
@@ -120,7 +120,7 @@ def join(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumulatio
     added, window_weight = batch.added, accumulator.weight(state, weight)
     if added is None:
         squares = rules.meter.squares(batch.grads, like=state.weight)
-        added = Added(accumulator.plus(state, batch.grads, batch.amount.scale, first, skip), squares, None)
+        added = Added(accumulator.plus(state, batch.grads, batch.amount.grad_weight, first, skip), squares, None)
     state = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
         weight=state.weight + weight,
@@ -134,10 +134,10 @@ def join(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumulatio
 
 
 def _squares_of_mean(squares: Any, amount: Amount) -> Any:
-    """The squares of the gradient that a micro-batch has as a mean: its scale, over its weight."""
-    if amount.scale is amount.weight:
+    """The squares of the gradient of a micro-batch's total over its weight."""
+    if amount.grad_weight is amount.weight:
         return squares
-    return arithmetic.times(squares, (amount.scale * arithmetic.reciprocal(amount.weight)) ** 2)
+    return arithmetic.times(squares, (amount.grad_weight * arithmetic.reciprocal(amount.weight)) ** 2)
 
 
 def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], amount: Amount, first: Flag) -> WeightedSum:
@@ -157,7 +157,7 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], amount:
     else:
         matching.check_mean_arg(name, value, old.total, old.weight.ndim)
     values = jax.tree.map(lambda leaf, total: jnp.broadcast_to(leaf, total.shape), value, old.total)
-    return sums.add(old, values, amount.weight, first, amount.scale if name == "value" else None)
+    return sums.add(old, values, amount.weight, first, amount.grad_weight if name == "value" else None)
 
 
 @jax.named_scope("optax_accum.add")
@@ -167,7 +167,7 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
     if (asked := was_asked(batch.flush)) is not False:
-        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.scale) != 0)
+        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.grad_weight) != 0)
     left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
     loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
     return Closing(flags.known(emits), flags.known(has_micro_batch), flags.known(loses_samples))

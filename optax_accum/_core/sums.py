@@ -25,12 +25,14 @@ class WeightedSum(NamedTuple):
         return mean(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=devices), self), empty=jnp.nan)
 
 
-def add(sums: WeightedSum, values: Tree, weight: Weight, first: Flag, scale: Weight | None = None) -> WeightedSum:
-    """Adds `values`, or begins with them where `first`, times their weight, or what `scale` they have in its place.
+def add(
+    sums: WeightedSum, values: Tree, weight: Weight, first: Flag, value_weight: Weight | None = None
+) -> WeightedSum:
+    """Adds `values` times their weight, or begins with them where `first`; a weight of theirs may differ from it.
 
     A weight of 0 adds nothing, not a NaN.
     """
-    total = arithmetic.add(sums.total, values, weight if scale is None else scale, first)
+    total = arithmetic.add(sums.total, values, weight if value_weight is None else value_weight, first)
     return WeightedSum(total, arithmetic.add(sums.weight, jnp.ones_like(sums.weight), weight, first))
 
 

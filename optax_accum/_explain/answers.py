@@ -198,7 +198,7 @@ class Answer(NamedTuple):
         """How much a batch of these types counts in a loss that one count divides."""
         return next(iter(self.counts(batch).values()))[0]
 
-    def scale(self, weight: jax.Array) -> jax.Array:
+    def grad_weight(self, weight: jax.Array) -> jax.Array:
         """Returns what makes of a loss the sum of its rows: the weight, or what the loss divides by in its place.
 
         Under `maximum(sum, 1)` that is 1 for a sum of 0.5 or 0.

@@ -45,7 +45,7 @@ class Weigher:
     ) -> Amount | None:
         """Returns how the micro-batch of a call counts; None if by its rows, or as the user says, or if it is summed.
 
-        One trace of the loss gives both weight and scale: read in two places, where rows lie in different ways, one
+        One trace of the loss gives both numbers: read in two places, where rows lie in different ways, one
         might be known and not the other. `total` adds the weights of devices that share one gradient.
         """
         if takes_a_sum or is_weighed:
@@ -55,7 +55,7 @@ class Weigher:
         if read is None:
             return None
         weight = total(jnp.asarray(checks.as_weight(read.weight(call[call.batch]), name="What the loss divides by")))
-        return Amount(weight, read.scale(weight))
+        return Amount(weight, read.grad_weight(weight))
 
     def _check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
         """Raises where micro-batches of the loss do not add up, whatever they weigh.

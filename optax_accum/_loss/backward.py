@@ -146,10 +146,10 @@ def add_last(
     """Adds the last gradient of a window, in a backward pass that also finishes each sum: see `add_to`.
 
     It is run whatever its weight, for devices add a sum together. For a Ratio pass `weight=None`; the result of `run`
-    then has its weight last.
+    then has its amount last.
     """
     backward, returned = run()
-    actual = returned[-1] if weight is None else weight
+    actual = returned[-1].grad_weight if weight is None else weight
     counts = flags.known(actual != 0)
     backward.cotangent, ready = compilers.ready_together(backward.cotangent, compilers.zeroed(acc, first))
     leaves, treedef = jax.tree.flatten(ready)

@@ -16,23 +16,29 @@ MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_an
 
 
 class Amount(NamedTuple):
-    """What a micro-batch adds to a window, whose gradient is `sum(scale * gradient) / sum(weight)`.
+    """What a micro-batch adds to a window, whose gradient is `sum(grad_weight * gradient) / sum(weight)`.
 
     The two are one number, the denominator of its loss, unless that is kept from zero: `total / maximum(count, 1)` has
-    weight `count` and scale `maximum(count, 1)`, so that the total is added where nothing is counted, too.
+    `weight=count` and `grad_weight=maximum(count, 1)`, so that its total is added where nothing is counted, too.
     """
 
     weight: Weight
-    scale: Weight
+    grad_weight: Weight
 
     @classmethod
     def of(cls, weight: Weight) -> "Amount":
         """That of a micro-batch whose loss is divided by its weight."""
         return cls(weight, weight)
 
+    @classmethod
+    def of_ratio(cls, total: Any, count: Any) -> "Amount":
+        """That of a `Ratio`: where it counts nothing its total is added, but not if it is 0 times a mean of nothing."""
+        adds = (count != 0) | jnp.isfinite(total)
+        return cls(count, jnp.where(adds, ratio.kept_from_zero(count), 0))
+
     def map(self, fun: Callable[[Weight], Weight]) -> "Amount":
         weight = fun(self.weight)
-        return Amount(weight, weight if self.scale is self.weight else fun(self.scale))
+        return Amount(weight, weight if self.grad_weight is self.weight else fun(self.grad_weight))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +72,11 @@ class ByCount:
     amount: None = None  # known only after the loss has run
 
     def scaled(self, loss: ratio.Ratio) -> jax.Array:
-        return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss).scale)), 1.0)
+        by = ratio.kept_from_zero(self.counted(loss).weight)
+        return _times(ratio.divided(jnp.asarray(loss.total), by), 1.0)
 
     def counted(self, loss: ratio.Ratio) -> Amount:
-        weight = self.mean_and_factor(loss.count)[0]
-        return Amount(weight, ratio.kept_from_zero(jnp.asarray(weight)))
+        return Amount.of_ratio(loss.total, self.mean_and_factor(loss.count)[0])
 
     def value(self, loss: ratio.Ratio) -> jax.Array:
         return ratio.divided(jnp.asarray(loss.total), loss.count)

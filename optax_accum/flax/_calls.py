@@ -169,11 +169,11 @@ class Measured(NamedTuple):
 
     Attributes:
       sums: the weighted metrics, and its loss among them.
-      scale: what its gradient is multiplied by; None for its weight.
+      grad_weight: what its gradient is multiplied by; None for its weight.
     """
 
     sums: WeightedSum
-    scale: jax.Array | None
+    grad_weight: jax.Array | None
 
 
 def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> Measured:
@@ -191,14 +191,14 @@ def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> 
         raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
     if isinstance(loss, Ratio):
         loss = loss.checked()
-        amount = Amount(loss.count, kept_from_zero(loss.count))
-        loss = divided(jnp.asarray(loss.total), jnp.asarray(amount.scale))
+        amount = Amount.of_ratio(loss.total, loss.count)
+        loss = divided(jnp.asarray(loss.total), kept_from_zero(loss.count))
     else:
         amount = weigh()
         amount = amount if isinstance(amount, Amount) else Amount.of(weight_of(batch, amount))
-    of_loss, (others, weight) = weighted({"loss": loss}, amount.scale), weighted(metrics, amount.weight)
-    scale = None if amount.scale is amount.weight else of_loss.weight
-    return Measured(WeightedSum({**of_loss.total, **others}, weight), scale)
+    of_loss, (others, weight) = weighted({"loss": loss}, amount.grad_weight), weighted(metrics, amount.weight)
+    grad_weight = None if amount.grad_weight is amount.weight else of_loss.weight
+    return Measured(WeightedSum({**of_loss.total, **others}, weight), grad_weight)
 
 
 def weight_of(batch: Tree, weight: Any = None) -> jax.Array:

@@ -108,13 +108,13 @@ def train_step(
         weighing = StepWeighing.chosen(optimizer.tx, opt_state, weight_fn, of_loss, placed)
         compute = value_and_grad(weighing.differentiated(with_metrics), wrt=wrt, has_aux=True, **placed)
         (_, outputs), grads = compute(model, batch)
-        (sums, scale), rows = weighing.summed(placed, call, outputs, sums_of)
+        (sums, grad_weight), rows = weighing.summed(placed, call, outputs, sums_of)
         totals, rows = _calls.over_devices((sums, rows), placed)
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
             return weighted_mean(totals)
-        scaled = {} if scale is None else {"scale": scale}
-        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=totals, flush=flush, **scaled)
+        own = {} if grad_weight is None else {"grad_weight": grad_weight}
+        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=totals, flush=flush, **own)
         return optimizer.window_metrics()
 
     return step
