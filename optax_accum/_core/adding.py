@@ -154,8 +154,10 @@ def _to_a_slice(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
 
 def _add_to_slice(one: Sum, part: jax.Array, starts: Sequence[Any]) -> None:
     slice_of = lambda leaf: jax.lax.dynamic_slice(leaf, starts[: leaf.ndim], part.shape[: leaf.ndim])
-    put = lambda leaf, new: jax.lax.dynamic_update_slice(*evaluation.varying_together([leaf, new]), starts[: leaf.ndim])
-    inner = Sum(*jax.tree.map(slice_of, one.state), one.scale)
+    put = lambda leaf, new: jax.lax.dynamic_update_slice(
+        *evaluation.varying_together([leaf, new]), start_indices=starts[: leaf.ndim]
+    )
+    inner = Sum(*jax.tree.map(slice_of, one.state), scale=one.scale)
     inner.add(part)
     one.total, one.square = jax.tree.map(put, one.state, inner.state)
 
@@ -185,10 +187,10 @@ def _run_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
         given, inner = list(carry), dict[int, Sum]()
         for at in running:
             given[at] = jnp.zeros(body.invars[consts + at].aval.shape, body.invars[consts + at].aval.dtype)
-            inner[at] = Sum(*states[at], sums[at].scale)
+            inner[at] = Sum(*states[at], scale=sums[at].scale)
         for at in stacked:
             finish = sums[at].finish if at in last else None
-            inner[at] = Sum(*jax.tree.map(slice_of, states[at]), sums[at].scale, finish)
+            inner[at] = Sum(*jax.tree.map(slice_of, states[at]), scale=sums[at].scale, finish=finish)
         begun = {body.invars[consts + at]: at for at in running}
         results = _run(body, (*closed, *fixed, *given, *x), inner, begun)
         ended.update(at for at in stacked if inner[at].has_ended)
@@ -211,7 +213,7 @@ def _run_branch(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
     index, *operands = values
 
     def run_one(program: Any, operands: Sequence[Any], given: dict[int, Any]) -> Any:
-        inner = {at: Sum(*state, sums[at].scale) for at, state in given.items()}
+        inner = {at: Sum(*state, scale=sums[at].scale) for at, state in given.items()}
         results = run(program, operands, [inner.get(at) for at in range(len(equation.outvars))])
         leaves, treedef = jax.tree.flatten((results, {at: one.state for at, one in inner.items()}))
         return treedef.unflatten(evaluation.varying_together(leaves, like=varying))
