@@ -70,6 +70,16 @@ def count(batch):
     return batch["mask"].sum()
 
 
+def one_of_three(p, row, token):
+    """Branches of which each takes other parameters, or one of them twice."""
+    branches = (
+        lambda row: row @ p["w"],
+        lambda row: (row + p["pos"][1]) * p["pos"][2] * p["scale"],
+        lambda row: row * p["pos"][2],
+    )
+    return jax.lax.switch(token % 3, branches, row)
+
+
 USES = {
     "gathers": lambda p, x, b: x + p["table"][b["token"]],
     "slices": lambda p, x, b: x + p["pos"][:4].sum(0)[None],
@@ -82,6 +92,7 @@ USES = {
     "scans": lambda p, x, b: jax.lax.scan(lambda x, row: (jnp.tanh(x * row[None]), None), x, p["pos"])[0],
     "recomputes": lambda p, x, b: jax.checkpoint(lambda w: x @ w[:, ::-1])(p["w"]),
     "scales": lambda p, x, b: x * p["scale"],
+    "chooses": lambda p, x, b: jax.lax.map(lambda row: one_of_three(p, *row), (x, b["token"])),
 }
 
 

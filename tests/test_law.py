@@ -306,7 +306,10 @@ def test_a_sum_that_crosses_the_network_in_bfloat16(path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "check_vma", "weight", "uses"),
-    [("Auto", False, "rows", TWO), *sweep([("Explicit beside Auto", True, "mask", FEW)])],
+    [
+        ("Auto", False, "rows", TWO),
+        *sweep([("Explicit beside Auto", True, "mask", FEW), ("Auto", True, "mask", ("chooses",))]),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("path", paths.MANUAL)

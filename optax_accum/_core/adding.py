@@ -7,6 +7,7 @@ layer. Nothing needs a rule from the user, and JAX can differentiate and batch t
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ class Sum:
     def __init__(self, total: Any, square: Any = None, scale: Any = None, finish: Finish | None = None):
         self.total, self.square, self.scale, self.finish = total, square, scale, finish
         self.has_ended = False  # where a loop over layers has finished each slice, its caller must not finish the sum
+
+    @property
+    def state(self) -> Any:
+        """What changes where something is added."""
+        return self.total, self.square
 
     def add(self, part: Any) -> None:
         part = jnp.asarray(part)
@@ -74,7 +80,7 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
 
     def add(var: Any, part: Any, *, is_added: bool = False) -> None:
         for place in terms.of.get(var, ()):
-            if not is_added:
+            if not is_added and var not in terms.zeros:
                 sums[place].add(part)
             end(place)
         for place, axis, start, is_new in terms.slices.get(var, ()):
@@ -147,10 +153,13 @@ def _to_a_slice(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
 
 
 def _add_to_slice(one: Sum, part: jax.Array, starts: Sequence[Any]) -> None:
-    inner = Sum(jax.lax.dynamic_slice(one.total, starts, part.shape), None, one.scale)
+    slice_of = lambda leaf: jax.lax.dynamic_slice(leaf, starts[: leaf.ndim], part.shape[: leaf.ndim])
+    put = lambda leaf, new: jax.lax.dynamic_update_slice(
+        *evaluation.varying_together([leaf, new]), start_indices=starts[: leaf.ndim]
+    )
+    inner = Sum(*jax.tree.map(slice_of, one.state), scale=one.scale)
     inner.add(part)
-    total, slice_ = evaluation.varying_together([one.total, inner.total])
-    one.total = jax.lax.dynamic_update_slice(total, slice_, starts)
+    one.total, one.square = jax.tree.map(put, one.state, inner.state)
 
 
 def _run_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
@@ -159,7 +168,6 @@ def _run_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
     body, closed = compilers.opened(params["jaxpr"])
     fixed, start, xs = values[:consts], values[consts : consts + carried], list(values[consts + carried :])
     running, stacked = [at for at in sums if at < carried], [at for at in sums if at >= carried]
-    others = [at for at in range(carried) if at not in running]
     for at in running:
         sums[at].add(start[at])
     # Where slices are finished, a counter that is scanned over lets XLA send one while it computes the next; elsewhere
@@ -170,46 +178,57 @@ def _run_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
     ended: set[int] = set()
 
     def step(state: Any, x: Any) -> Any:
-        counter, carry, totals, squares = state
+        counter, carry, states = state
         scanned, x = x
         index = scanned if is_scanned else counter
-        given, inner = dict(zip(others, carry, strict=True)), dict[int, Sum]()
+        # A square that is one number for all slices stays whole.
+        slice_of = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) if leaf.ndim else leaf
+        put = lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0) if leaf.ndim else new
+        given, inner = list(carry), dict[int, Sum]()
         for at in running:
             given[at] = jnp.zeros(body.invars[consts + at].aval.shape, body.invars[consts + at].aval.dtype)
-            inner[at] = Sum(totals[at], None, sums[at].scale)
+            inner[at] = Sum(*states[at], scale=sums[at].scale)
         for at in stacked:
             finish = sums[at].finish if at in last else None
-            inner[at] = Sum(_at(totals[at], index), _at(squares[at], index, 1), sums[at].scale, finish)
+            inner[at] = Sum(*jax.tree.map(slice_of, states[at]), scale=sums[at].scale, finish=finish)
         begun = {body.invars[consts + at]: at for at in running}
-        results = _run(body, (*closed, *fixed, *(given[at] for at in range(carried)), *x), inner, begun)
+        results = _run(body, (*closed, *fixed, *given, *x), inner, begun)
         ended.update(at for at in stacked if inner[at].has_ended)
-        new = {at: _put(totals[at], inner[at].total, index) if at in stacked else inner[at].total for at in sums}
-        squares = {at: _put(squares[at], inner[at].square, index, 1) for at in stacked}
-        ys = [result for at, result in enumerate(results) if at >= carried and at not in sums]
-        return (counter + step_by, [results[at] for at in others], new, squares), ys
+        new = {at: one.state for at, one in inner.items()}
+        new |= {at: jax.tree.map(put, states[at], new[at]) for at in stacked}
+        return (counter + step_by, results[:carried], new), results[carried:]
 
-    totals, squares = {at: one.total for at, one in sums.items()}, {at: sums[at].square for at in stacked}
-    state = jnp.int32(first), [start[at] for at in others], totals, squares
+    start = [None if at in sums else leaf for at, leaf in enumerate(start)]
+    state = jnp.int32(first), start, {at: one.state for at, one in sums.items()}
     state = evaluation.settled(step, state, (along, xs), fixed)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    (_, carry, totals, squares), ys = jax.lax.scan(step, state, (along, xs), **options)
+    (_, carry, states), ys = jax.lax.scan(step, state, (along, xs), **options)
     for at, one in sums.items():
-        one.total, one.square, one.has_ended = totals[at], squares.get(at), at in ended
-    found = dict(zip(others, carry, strict=True))
-    found |= dict(zip([at for at in range(carried, len(equation.outvars)) if at not in sums], ys, strict=True))
-    return [found.get(at) for at in range(len(equation.outvars))]
+        (one.total, one.square), one.has_ended = states[at], at in ended
+    return [*carry, *ys]
 
 
-def _at(leaf: Any, index: Any, ndim: int = 0) -> Any:
-    """A slice of an array; a square that is one number for all slices stays whole."""
-    return leaf if leaf is None or leaf.ndim < ndim else jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)
+def _run_branch(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
+    """Branches, of which one runs: it takes the sums, adds to them and returns them. They are finished after it."""
+    index, *operands = values
 
+    def run_one(program: Any, operands: Sequence[Any], given: dict[int, Any]) -> Any:
+        inner = {at: Sum(*state, scale=sums[at].scale) for at, state in given.items()}
+        results = run(program, operands, [inner.get(at) for at in range(len(equation.outvars))])
+        leaves, treedef = jax.tree.flatten((results, {at: one.state for at, one in inner.items()}))
+        return treedef.unflatten(evaluation.varying_together(leaves, like=varying))
 
-def _put(leaf: Any, new: Any, index: Any, ndim: int = 0) -> Any:
-    return new if leaf is None or leaf.ndim < ndim else jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
+    given = {at: one.state for at, one in sums.items()}
+    varying = jax.tree.leaves((values, given, [one.scale for one in sums.values()]))
+    branches = [functools.partial(run_one, program) for program in equation.params["branches"]]
+    results, found = jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands, given)
+    for at, one in sums.items():
+        one.total, one.square = found[at]
+    return results
 
 
 _INSIDE: dict[str, Callable[..., list[Any]]] = {
+    "cond": _run_branch,
     "dynamic_update_slice": _to_a_slice,
     "pad": _to_a_slice,
     "scan": _run_layers,

@@ -77,25 +77,32 @@ class Terms:
 
     def _adds_inside(self, equation: Any, at: int, is_measured: bool) -> bool:
         name, params = equation.primitive.name, equation.params
-        if name == "scan" and params["length"]:
-            is_stacked = at >= compilers.sizes_of_scan(equation)[1]
-            return is_stacked or (not is_measured and _only_adds(equation, at))
-        if is_measured:
+        if is_measured and not _adds_apart(equation, at):
             return False
+        if name == "scan" and params["length"]:
+            return _adds_apart(equation, at) or _only_adds(equation, at)
         if name in ("scatter-add", "dynamic_update_slice"):
             return equation.invars[0] in self.zeros
         if name == "pad":
             within = (low >= 0 and high >= 0 and not inner for low, high, inner in padding(equation))
             return _is_zero(equation.invars[1]) and all(within)
-        return False
+        return name == "cond"
 
 
 def is_one(jaxpr: Any, place: int) -> bool:
-    """Whether a result is added at one place, as a whole or slice by slice: then its square is the sum of theirs."""
+    """Whether a result is added at one place, as a whole or slice by slice: then its square is the sum of theirs.
+
+    Branches are one place, for one of them runs.
+    """
     found = Terms(jaxpr, {place: False}, {})
-    inside = [(e, at) for e in jaxpr.eqns for at in range(len(e.outvars)) if (id(e), at) in found.inside]
-    are_slices = all(e.primitive.name == "scan" and at >= compilers.sizes_of_scan(e)[1] for e, at in inside)
-    return len(found.of) <= 1 and are_slices
+    apart = {(id(e), at) for e in jaxpr.eqns for at in range(len(e.outvars)) if _adds_apart(e, at)}
+    return len(found.of) <= 1 and found.inside <= apart
+
+
+def _adds_apart(equation: Any, at: int) -> bool:
+    """Whether nothing is added twice to an entry: a loop that stacks does so, one that adds up its turns does not."""
+    name = equation.primitive.name
+    return at >= compilers.sizes_of_scan(equation)[1] if name == "scan" else name != "scatter-add"
 
 
 def padding(equation: Any) -> list[tuple[int, int, int]]:

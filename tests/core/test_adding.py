@@ -42,6 +42,14 @@ def nested(x):
     return total, each
 
 
+def chosen(h, one):
+    """The first of three rows, the last one beside another term, or none; and in another branch what is no sum."""
+    beside = lambda h, one: (lax.pad(h[:1] * one[:1], 0.0, [(3, 0, 0), (0, 0, 0)]) + one * h.sum(), h.sum())
+    first = lambda h, one: (lax.pad(h[:1] * one[:1], 0.0, [(0, 3, 0), (0, 0, 0)]), h[0, 0])
+    rest = lambda h, one: lax.cond(one[1, 0] < 0.5, first, lambda h, one: (jnp.zeros((4, 4)), h[0, 1]), h, one)
+    return lax.cond(one[0, 0] < 0, rest, beside, h, one)
+
+
 PROGRAMS = {  # of X, and the numbers of terms of its results that are added where they arise
     "a value": lambda x: (x * 2,),
     "an input": lambda x: (x, x + 1),
@@ -68,7 +76,7 @@ PROGRAMS = {  # of X, and the numbers of terms of its results that are added whe
     "rows of a table, and more": lambda x: (jnp.zeros((5, 4)).at[ROWS].add(x) + jnp.ones((5, 4)) * x.sum(),),
     "rows beyond a table": lambda x: (jnp.zeros((2, 4)).at[ROWS].add(x, mode="drop"),),
     "rows of another array": lambda x: (jnp.ones((5, 4)).at[ROWS].add(x),),
-    "a slice": lambda x: (jnp.pad(x, [(1, 1), (0, 2)]),),
+    "a slice": lambda x: (lax.pad(x, 0.0, [(1, 1, 0), (0, 2, 0)]),),
     "a slice of zeros, cut off": lambda x: (lax.pad(x, 0.0, [(-1, 1, 0), (0, 0, 1)]),),
     "a slice of ones": lambda x: (lax.pad(x, 1.0, [(1, 1, 0), (0, 2, 0)]),),
     "a slice at a place": lambda x: (lax.dynamic_update_slice(jnp.zeros((5, 4)), x, (jnp.int32(1), 0)),),
@@ -76,6 +84,15 @@ PROGRAMS = {  # of X, and the numbers of terms of its results that are added whe
     "a slice of another array": lambda x: (lax.dynamic_update_slice(jnp.ones((5, 4)), x, (jnp.int32(1), 0)),),
     "a loop of no layers": lambda x: lax.scan(lambda h, one: (h, one), x, jnp.zeros((0, 4))),
     "a branch": lambda x: (lax.cond(x[0, 0] < 0, lambda x: x * 2, lambda x: x, x),),
+    "a slice in a branch": lambda x: (
+        lax.cond(x[0, 0] < 0, lambda x: lax.pad(x, 0.0, [(1, 1, 0), (0, 2, 0)]), lambda x: jnp.zeros((5, 6)), x),
+    ),
+    "two terms of a branch": lambda x: (
+        lax.add_p.bind(*lax.cond(x[0, 0] < 0, lambda x: (x, jnp.sin(x)), lambda x: (x, jnp.zeros_like(x)), x)),
+    ),
+    "branches in branches": lambda x: chosen(x, W[0]),
+    "branches that a loop stacks": lambda x: layers(lambda h, one: chosen(h, one)[0])[1:],
+    "branches that a loop adds up": lambda x: (with_a_running_sum(lambda h, one: chosen(h, one)[0]),),
 }
 
 
@@ -85,7 +102,7 @@ def wide(leaf):
 
 def added(program, x, scale=None, square=None):
     """The sums, which begin with something, after the program's results have been added, and the squares."""
-    traced = jax.make_jaxpr(program)(x)
+    traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(x.shape, x.dtype))
     begin = [jnp.cos(jnp.arange(kind.size, dtype=wide(kind))).reshape(kind.shape) for kind in traced.out_avals]
     sums = [adding.Sum(leaf, square, scale) for leaf in begin]
     assert adding.run(traced, [x], sums) == [None] * len(sums)
@@ -130,6 +147,22 @@ def test_they_are_differentiated(name):
     close(found, jax.grad(lambda x: total(expected(program, x)))(X), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", sweep(PROGRAMS, but=["a slice in a branch", "branches that a loop adds up"]))
+def test_in_a_shard_map_a_sum_varies_with_what_is_added_to_it(name):
+    """The program was traced outside; the sum begins with the same number on all devices, whose branches differ."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec, xs = jax.sharding.PartitionSpec("data"), jnp.stack([X, -2 * X])
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+    def run(xs):
+        sums, squares = added(PROGRAMS[name], xs[0], square=jnp.float32(0))
+        return [leaf[None] for leaf in [*sums, *squares]]
+
+    want = [[*expected(PROGRAMS[name], x), *(jnp.sum(y**2) for y in PROGRAMS[name](x))] for x in xs]
+    close(run(xs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *want), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", sweep(PROGRAMS, but=["what a loop stacks", "rows of a table", "a slice at a place"]))
 @pytest.mark.parametrize("scale", [2.0, 0.0])
 def test_they_are_scaled(name, scale):
@@ -137,7 +170,10 @@ def test_they_are_scaled(name, scale):
     close(found, expected(PROGRAMS[name], X, scale))
 
 
-@pytest.mark.parametrize("name", ["what a loop stacks", "what a loop adds up", "rows of a table", "a slice", "a value"])
+@pytest.mark.parametrize(
+    "name",
+    ["what a loop stacks", "what a loop adds up", "rows of a table", "a slice", "a slice in a branch", "a value"],
+)
 def test_a_scale_of_zero_leaves_out_what_is_no_number(name):
     program = lambda x: PROGRAMS[name](x / 0)
     found = jax.jit(lambda x, scale: added(program, x, scale=scale)[0])(0 * X, jnp.float32(0))
@@ -155,10 +191,13 @@ def test_squares_are_those_of_the_results(name):
     close(squares, want, rtol=1e-5)
 
 
-def test_squares_of_layers_are_measured_apart():
-    program = PROGRAMS["what a loop stacks"]
-    _, (found,) = jax.jit(lambda x: added(program, x, square=jnp.ones(2)))(X)
-    close(found, 1 + jnp.sum(program(X)[0] ** 2, (1, 2)))
+@pytest.mark.parametrize(
+    "name", ["what a loop stacks", "a slice", "a slice in a branch", "a slice at a place beyond", "a branch"]
+)
+def test_squares_of_layers_are_measured_apart(name):
+    (result,) = PROGRAMS[name](X)
+    _, (found,) = jax.jit(lambda x: added(PROGRAMS[name], x, square=jnp.ones(len(result))))(X)
+    close(found, 1 + jnp.sum(result**2, range(1, result.ndim)))
 
 
 @pytest.mark.parametrize("name", ["what a loop stacks", "what a loop adds up", "rows of a table", "a value"])
@@ -203,6 +242,8 @@ FINISHED = {  # the shapes of what is finished, a sum or a slice of it
     "two terms of one loop": {(2, 4, 4)},
     "rows of a table": {(5, 4)},
     "loops in loops": {(4, 4)},
+    "a branch": {(3, 4)},  # not in it, where another device may be in another one
+    "branches that a loop stacks": {(4, 4)},
 }
 
 
@@ -272,12 +313,19 @@ def slice_at_a_place(w, x):
     return jax.grad(layers_of)(w, x)
 
 
+def in_branches(w, x):
+    """The gradient of the layer that a branch takes."""
+    layers_of = lambda w, x: lax.switch(x[0, 0].astype(int), [lambda x, n=n: jnp.tanh(x @ w[n]) for n in range(4)], x)
+    return jax.grad(lambda *args: layers_of(*args).sum())(w, x)
+
+
 LARGE = {
     "stacked": (of_big_layers, 0.2),
     "carried": (in_big_loops, 0.2),
     "a table": (to_a_big_table, 0.2),
     "slices": (slice_by_slice, 0.4),
     "slices at places": (slice_at_a_place, 0.4),
+    "branches": (in_branches, 0.2),
 }
 
 
