@@ -56,6 +56,26 @@ def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:
     )
 
 
+def scanned(
+    equation: Any, values: Sequence[Any], body: Callable[[list[Any]], Any], length: Any = None, *, settles: bool = False
+) -> list[Any]:
+    """Evaluates a `scan` with another body, a function of one iteration's constants, carry and slices.
+
+    `settles`: whether its carry may vary along more axes than the types of the operands tell, see `settled`.
+    """
+    consts, carried = compilers.sizes_of_scan(equation)
+    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body([*fixed, *carry, *x])
+        return outs[:carried], outs[carried:]
+
+    start = settled(step, start, xs, fixed) if settles else start
+    options = {key: equation.params[key] for key in ("reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, start, xs, length=length or equation.params["length"], **options)
+    return [*carry, *ys]
+
+
 def settled(step: Callable[..., Any], carry: Any, xs: Any, given: Any = ()) -> Any:
     """The carry of a loop, varying along the axes along which an iteration makes it vary, which takes `given`, too."""
     some_vary = any(map(compilers.varying_axes, jax.tree.leaves((carry, xs, given))))

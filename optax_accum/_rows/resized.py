@@ -109,20 +109,10 @@ def _checkpoint(single: Any, double: Any, some: Some, values: Values) -> Values:
 
 def _scan(single: Any, double: Any, some: Some, values: Values) -> Values:
     params = single.params
-    consts, carried = compilers.sizes_of_scan(single)
-    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
-
     is_over_rows = params["length"] != double.params["length"]  # its body sees one row, and runs as it is
     of_double, inside = (params, some.all_rows) if is_over_rows else (double.params, some)
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = run(params["jaxpr"], of_double["jaxpr"], inside, [*fixed, *carry, *x])
-        return out[:carried], out[carried:]
-
-    options = {key: params[key] for key in ("reverse", "unroll")}
-    length = _resized(params["length"], double.params["length"], some)
-    carry, ys = jax.lax.scan(step, list(start), list(xs), length=length, **options)
-    return [*carry, *ys]
+    body = functools.partial(run, params["jaxpr"], of_double["jaxpr"], inside)
+    return evaluation.scanned(single, values, body, _resized(params["length"], double.params["length"], some))
 
 
 def _while(single: Any, double: Any, some: Some, values: Values) -> Values:

@@ -245,20 +245,15 @@ def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, A
 
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params, inner = equation.single.params, body_levels(equation, levels)
-    consts, carried = compilers.sizes_of_scan(equation.single)
+    inner = body_levels(equation, levels)
+    consts, _ = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])
-    body = compilers.opened(params["jaxpr"])[0]
-    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
+    # Gradients of constants are sums over all iterations.
+    wide = shared.widened(list(values[:consts]), [shared.identity] * consts)
 
-    wide = shared.widened(list(fixed), [shared.identity] * consts)  # their gradients are sums over all iterations
+    def body(given: list[Any]) -> list[Any]:
+        outs = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *given[consts:]])
+        return evaluation.varying_as(outs, [value.aval for value in inner.program.outputs], more)
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])
-        out = evaluation.varying_as(out, [atom.aval for atom in body.outvars], more)
-        return out[:carried], out[carried:]
-
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
-    return [*carry, *ys]
+    return evaluation.scanned(equation.single, values, body)

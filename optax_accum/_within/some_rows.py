@@ -69,44 +69,33 @@ def _evaluate_layers(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
-    params = equation.single.params
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
     (body,) = bodies.each
-    for place in (place for place in range(carried) if bodies.are_sums[place]):
-        start[place] = start[place].astype(dtypes.wide(start[place].dtype))
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate_body(body, units, [*fixed, *carry, *x], indices)
-        return outs[:carried], outs[carried:]
-
-    start = evaluation.settled(step, start, xs, fixed)
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, start, xs, **options)
-    return [*carry, *ys]
+    for place in (consts + place for place in range(carried) if bodies.are_sums[place]):
+        values[place] = values[place].astype(dtypes.wide(values[place].dtype))
+    run = lambda given: _evaluate_body(body, units, given, indices)
+    return evaluation.scanned(equation.single, values, run, settles=True)
 
 
 def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
-    params = equation.single.params
+    program = equation.single.params["jaxpr"]
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    fixed, start, rows = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
     some = resized.Some(equation.rows, equation.rows[0])
-    real = units.are_real(indices, len(rows[0]))
+    length = len(values[consts + carried])
 
-    def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        is_real, row = x
-        out = resized.run(params["jaxpr"], params["jaxpr"], some, [*fixed, *carry, *row])
-        after = out[:carried]
+    def body(given: list[Any]) -> list[Any]:
+        *given, is_real = given
+        outs = resized.run(program, program, some, given)
         if units.fills:
-            after = [jnp.where(is_real, new, old) for new, old in zip(after, carry, strict=True)]
-        return after, out[carried:]
+            carry = given[consts : consts + carried]
+            outs[:carried] = [jnp.where(is_real, new, old) for new, old in zip(outs, carry, strict=False)]
+        return outs
 
-    start = evaluation.settled(step, start, (real, rows), fixed)
-    carry, ys = jax.lax.scan(step, start, (real, rows), reverse=params["reverse"], unroll=params["unroll"])
-    return [*carry, *ys]
+    values = [*values, units.are_real(indices, length)]
+    return evaluation.scanned(equation.single, values, body, length, settles=True)
 
 
 def _evaluate_branches(
