@@ -11,12 +11,10 @@ import numpy as np
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
-from optax_accum._core.folds import SUM
-from optax_accum._rows import locality, perturbation
+from optax_accum._rows import locality
 from optax_accum._rows.levels import Bodies, Body, Kind
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Equation, Number, Program, Value
-from optax_accum._rows.registry import known
 from optax_accum._rows.traces import COUPLED, OtherProgramError
 
 
@@ -30,13 +28,12 @@ class Zeros:
         return value in self.found or (isinstance(value, Number) and not np.any(value.array))
 
     def read(self, equation: Equation) -> None:
-        if equation.name in _KEEPS_ZERO and all(value in self for value in equation.ins):
+        if locality.keeps_zero(equation.single, _places(equation, self)):
             self.found.update(equation.outs)
 
 
-_KEEPS_ZERO = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "neg", "pcast", "pvary", "reshape", "squeeze", "transpose"]
-)
+def _places(equation: Equation, values: Container[Value]) -> set[int]:
+    return {place for place, value in enumerate(equation.ins) if value in values}
 
 
 def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
@@ -136,7 +133,7 @@ def _kind(
     view = equation.view._replace(perturbed=[False] * len(equation.ins))
     if equation.differs:
         return None, ()
-    if adds_up(equation, zeros):
+    if locality.makes_sum(view, _places(equation, zeros)):
         return Kind.PARTIAL, equation.outs
     if locality.is_local_inside(view):
         return Kind.LOCAL, ()
@@ -147,25 +144,10 @@ def _kind(
     return Kind.LOCAL, [value for value, is_part in zip(equation.outs, inside.are_sums, strict=True) if is_part]
 
 
-def adds_up(equation: Equation, zeros: Zeros) -> bool:
-    """Whether an equation is a sum over rows, and of nothing else."""
-    if equation.differs or not locality.is_partial(equation.view) or known(equation.name).partial.fold is not SUM:
-        return False
-    return not equation.name.startswith("scatter") or equation.ins[0] in zeros
-
-
 def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
-    """Whether an equation without rows is linear in the parts of sums that it takes: its result is a part, too."""
-    view = equation.view
-    if equation.differs or view.has_rows or view.makes_rows or not view.has_same_sizes:
-        return False
-    places = {place for place, value in enumerate(equation.ins) if value in parts}
-    summed = (equation.single.invars[place] for place in places)
-    if not all(map(perturbation.is_inexact, (*summed, *equation.single.outvars))):
-        return False
-    nothing = {place for place, value in enumerate(equation.ins) if value in zeros}
-    groups = known(equation.name).linear_groups(equation.single)
-    return any(places <= group <= places | nothing for group in groups)
+    """Whether an equation follows sums of which there are parts, see `locality.follows`."""
+    places = _places(equation, parts), _places(equation, zeros)
+    return not equation.differs and locality.follows(equation.view, *places)
 
 
 def _only_adds(program: Program, consts: int, place: int) -> bool:
