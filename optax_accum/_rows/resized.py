@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from optax_accum._core import compilers, evaluation
+from optax_accum._core.folds import SUM, Fold
 from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import derivatives, locality
 from optax_accum._rows.traces import COUPLED, Rows, axis_of, in_step, view_of
@@ -38,13 +39,18 @@ class Some(NamedTuple):
         """For an equation that has nothing to do with rows: it runs as it is."""
         return Some(self.rows, self.rows[0])
 
-    def without_filling(self, value: Any, axis: int | None) -> Any:
-        """Sets rows that are not in the batch to zero."""
+    def are_real(self, length: int) -> Any:
+        """Whether each row, of `length` along an axis, is in the batch; None: all are."""
+        if self.real is None:
+            return None
+        return jnp.repeat(self.real, length // len(self.real), total_repeat_length=length)
+
+    def without_filling(self, value: Any, axis: int | None, fold: Fold = SUM) -> Any:
+        """Sets rows that are not in the batch to what changes no sum."""
         if self.real is None or axis is None:
             return value
-        length = value.shape[axis]
-        real = jnp.repeat(self.real, length // len(self.real), total_repeat_length=length)
-        return jnp.where(jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis]), value, 0)
+        real = jnp.expand_dims(self.are_real(value.shape[axis]), [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(real, value, jnp.asarray(fold.nothing(value.dtype), value.dtype))
 
 
 def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:

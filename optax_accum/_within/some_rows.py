@@ -50,8 +50,11 @@ def evaluate_rows(equation: Equation, units: Units, values: list[Any], indices: 
         (made,) = equation.outs
         places = units.places(indices, made.aval.shape[axis_of(made)])
         return [positional.at(equation.single, values, axis_of(made), places)]
-    some = resized.Some(equation.rows, len(indices) * units.block, indices < units.count if units.fills else None)
-    return resized.evaluate(equation.single, equation.double, some, values)
+    return resized.evaluate(equation.single, equation.double, _some(equation, units, indices), values)
+
+
+def _some(equation: Equation, units: Units, indices: jax.Array) -> resized.Some:
+    return resized.Some(equation.rows, len(indices) * units.block, indices < units.count if units.fills else None)
 
 
 def _evaluate_inside(
@@ -83,18 +86,17 @@ def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any]
     program = equation.single.params["jaxpr"]
     consts, carried = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    some = resized.Some(equation.rows, equation.rows[0])
-    length = len(values[consts + carried])
+    some, length = _some(equation, units, indices), len(values[consts + carried])
 
     def body(given: list[Any]) -> list[Any]:
         *given, is_real = given
-        outs = resized.run(program, program, some, given)
+        outs = resized.run(program, program, some.all_rows, given)
         if units.fills:
             carry = given[consts : consts + carried]
             outs[:carried] = [jnp.where(is_real, new, old) for new, old in zip(outs, carry, strict=False)]
         return outs
 
-    values = [*values, units.are_real(indices, length)]
+    values = [*values, some.are_real(length)]
     return evaluation.scanned(equation.single, values, body, length, settles=True)
 
 
@@ -160,14 +162,7 @@ def reduction_of(equation: Equation) -> Reduction:
 
 def part_of(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> jax.Array:
     """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
-    reduction = reduction_of(equation)
-
-    def filled(value: Any, axis: int | None) -> Any:
-        if axis is None or not units.fills:
-            return value
-        real = units.are_real(indices, value.shape[axis])
-        real = jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis])
-        return jnp.where(real, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
-
-    pairs = zip(values, (value.axis for value in equation.ins), strict=True)
-    return reduction.part(equation.single, [filled(*pair) for pair in pairs], dtypes.of_sum, reduction.fold.along)
+    reduction, some = reduction_of(equation), _some(equation, units, indices)
+    pairs = zip(values, equation.ins, strict=True)
+    values = [some.without_filling(leaf, value.axis, reduction.fold) for leaf, value in pairs]
+    return reduction.part(equation.single, values, dtypes.of_sum, reduction.fold.along)
