@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from optax_accum._core import compilers
 
@@ -26,6 +27,19 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def in_order(
+    equations: Iterable[Any],
+    env: dict[Any, Any],
+    wanted: Iterable[Any],
+    bind: Callable[[Any, Sequence[Any]], Any] = bind,
+) -> list[Any]:
+    """Evaluates equations, each by `bind`, from the values of variables in `env`; returns those that are wanted."""
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    for equation in equations:
+        env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
+    return list(map(read, wanted))
 
 
 def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
