@@ -46,18 +46,14 @@ def evaluated(
     store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), asked=asked, sampled=sampled)
     for stage in levels.stages:
         for equation in stage.before_loop:
-            run_whole(equation, levels, store)
+            with explained(equation):
+                run_whole(equation, levels, store)
         if stage.loop:
             run(stage.loop, levels, store)
     return store
 
 
 def run_whole(equation: Equation, levels: Levels, store: Store) -> None:
-    with explained(equation):
-        _run_whole(equation, levels, store)
-
-
-def _run_whole(equation: Equation, levels: Levels, store: Store) -> None:
     if _is_of_widened(equation, store):
         (value,), (result,) = equation.ins, equation.outs
         store.values[result] = shared.followed(lambda leaf: followed(equation, [leaf])[0], store.values[value])
@@ -181,7 +177,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
             zip((*constant, *shared_values, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True)
         )
         env |= {v: units.micro_batch(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
-        return run_micro_batch(loop, levels, units, env, units.indices(index))
+        evaluate_some(loop.equations, levels, units, env, units.indices(index))
+        return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
         constants, interleaved = given
@@ -229,15 +226,6 @@ def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
 
 def _each(flag: bool, tree: Any) -> Any:
     return jax.tree.map(lambda _: flag, tree)
-
-
-def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], indices: jax.Array) -> list[Any]:
-    """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
-
-    `env` has the values that the loop takes; `indices` counts the micro-batch's units.
-    """
-    evaluate_some(loop.equations, levels, units, env, indices)
-    return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
 
 # Loops over layers whose bodies take rows together

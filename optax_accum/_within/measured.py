@@ -66,15 +66,11 @@ _SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshap
 
 def takes_a_sum(value: Value, levels: Levels) -> bool:
     """Whether a value is made of a sum of a loop."""
-    return _takes(value, levels.program.made_by, sums_of(levels))
-
-
-def _takes(value: Value, made_by: dict[Value, Equation], sources: set[Value]) -> bool:
-    """Whether a value is made of one of the sources."""
+    made_by, sums = levels.program.made_by, sums_of(levels)
     todo, seen = [value], set()
     while todo:
         value = todo.pop()
-        if value in sources:
+        if value in sums:
             return True
         if value in made_by and value not in seen:
             seen.add(value)
