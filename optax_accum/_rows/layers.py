@@ -51,7 +51,7 @@ def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
             is_over_layers = equation.single.params["length"] == equation.double.params["length"]
             return _read_layers(equation, zeros) if is_over_layers else _read_rows(equation, zeros)
         if equation.name == "cond" and equation.ins[0].axis is None:
-            return _read_branches(equation, zeros)
+            return _read_branches(equation)
     except OtherProgramError:
         return None
     return None
@@ -87,26 +87,17 @@ def _read_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
     return Bodies([], [place < carried for place in range(len(equation.outs))]) if all(sums) else None
 
 
-def _read_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_branches(equation: Equation) -> Bodies | None:
     """Branches whose results are rows, or parts of sums: a sum is one in each branch that does not return zeros."""
-    pairs = zip(equation.single.params["branches"], equation.double.params["branches"], strict=True)
-    programs = [paired(*pair, equation.rows, equation) for pair in pairs]
-    bodies: list[Body] = []
-    are_parts: list[list[bool]] = []
-    may_be: list[list[bool]] = []
-    for program in programs:
-        found = _read_body(program, set())
-        if found is None:
-            return None
-        body, parts, zeros_inside = found
-        bodies.append(body)
-        are_parts.append([value in parts for value in program.outputs])
-        may_be.append([value in parts or value in zeros_inside for value in program.outputs])
-    is_part = [any(each) for each in zip(*are_parts, strict=True)]
-    can_be = [all(each) for each in zip(*may_be, strict=True)]
-    if any(part and not can for part, can in zip(is_part, can_be, strict=True)):
-        return None
-    return Bodies(bodies, is_part)
+    pairs = locality.programs_inside(equation.single, equation.double)
+    each = [_read_body(paired(*pair, equation.rows, equation), set()) for pair in pairs]
+    found = [one for one in each if one is not None]
+    are_parts = [[value in parts for value in body.program.outputs] for body, parts, _ in found]
+    may_be = [[value in parts or value in zeros for value in body.program.outputs] for body, parts, zeros in found]
+    is_part = [any(of_branches) for of_branches in zip(*are_parts, strict=True)]
+    can_be = [all(of_branches) for of_branches in zip(*may_be, strict=True)]
+    is_refused = any(part and not can for part, can in zip(is_part, can_be, strict=True))
+    return None if len(found) < len(each) or is_refused else Bodies([body for body, _, _ in found], is_part)
 
 
 def _read_body(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
