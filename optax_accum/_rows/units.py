@@ -29,11 +29,6 @@ class Units:
         return -(-self.count // self.microbatches)
 
     @property
-    def rows(self) -> int:
-        """The number of rows in a micro-batch."""
-        return self.size * self.block
-
-    @property
     def fills(self) -> bool:
         """Whether some micro-batches are filled up with copies."""
         return self.size * self.microbatches != self.count

@@ -78,17 +78,11 @@ def takes_a_sum(value: Value, levels: Levels) -> bool:
     return False
 
 
-def rows_of(program: TracedCall) -> int:
-    """The rows of all devices."""
-    units = program.units
-    return units.count * units.block * units.devices
-
-
 def measured(
     meter: Meter, program: TracedCall, gradient: Sequence[Value], asked: dict[Value, Result]
 ) -> tuple[dict[Value, Result], Sampled]:
     """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
-    params, units = program.call[program.call.params], program.units
+    params, units, rows = program.call[program.call.params], program.units, program.levels.program.rows[0]
     if units.devices * units.microbatches == 1:
         meter.warn_of_one_sample()
     squares = meter.no_squares(params)
@@ -120,7 +114,7 @@ def measured(
         each = [square if one is None else one.scale * by_sum[one.of] for one, square in pairs]
         weight = jnp.sum(units.indices(index) < units.count) * units.block
         weight = weight.astype(dtypes.default_float())
-        each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
+        each = [square * (rows / jnp.maximum(weight, 1)) ** 2 for square in each]
         return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)
 
     scalar = lambda: program.device.vary(jnp.zeros([], dtypes.default_float()))

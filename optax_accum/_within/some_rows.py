@@ -61,6 +61,7 @@ def _evaluate_inside(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates an equation whose programs inside make rows and parts of sums."""
+    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     if equation.name == "cond":
         return _evaluate_branches(equation, bodies, units, values, indices)
     if equation.single.params["length"] == equation.double.params["length"]:
@@ -69,11 +70,10 @@ def _evaluate_inside(
 
 
 def _evaluate_layers(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
+    equation: Equation, bodies: Bodies, units: Units, values: list[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
     consts, carried = compilers.sizes_of_scan(equation.single)
-    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     (body,) = bodies.each
     for place in (consts + place for place in range(carried) if bodies.are_sums[place]):
         values[place] = values[place].astype(dtypes.wide(values[place].dtype))
@@ -81,11 +81,10 @@ def _evaluate_layers(
     return evaluation.scanned(equation.single, values, run, settles=True)
 
 
-def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any], indices: jax.Array) -> Sequence[Any]:
+def _evaluate_row_by_row(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
     program = equation.single.params["jaxpr"]
     consts, carried = compilers.sizes_of_scan(equation.single)
-    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     some, length = _some(equation, units, indices), len(values[consts + carried])
 
     def body(given: list[Any]) -> list[Any]:
@@ -104,7 +103,7 @@ def _evaluate_branches(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
-    index, *operands = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
+    index, *operands = values
     types = [value.aval for value in equation.outs]
 
     def branch(body: Body) -> Any:
