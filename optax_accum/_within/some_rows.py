@@ -104,30 +104,21 @@ def _evaluate_branches(
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
     index, *operands = values
-    types = [value.aval for value in equation.outs]
 
-    def branch(body: Body) -> Any:
-        def run(*operands: Any) -> list[Any]:
-            results = _evaluate_body(body, units, operands, indices)
-            triples = zip(results, bodies.are_sums, types, strict=True)
-            return [jnp.asarray(leaf, dtypes.wide(aval.dtype) if part else aval.dtype) for leaf, part, aval in triples]
+    def run(body: Body, operands: list[Any]) -> list[Any]:
+        results = zip(_evaluate_body(body, units, operands, indices), bodies.are_sums, equation.outs, strict=True)
+        dtype = lambda part, value: dtypes.wide(value.aval.dtype) if part else value.aval.dtype
+        return [jnp.asarray(leaf, dtype(part, value)) for leaf, part, value in results]
 
-        return run
+    found = [jax.eval_shape(functools.partial(run, body), operands) for body in bodies.each]
 
-    branches = list(map(branch, bodies.each))
-    found = [jax.eval_shape(run, *operands) for run in branches]
-    branches = [_as_all(run, found) for run in branches]
-    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
+    def branch(body: Body, operands: list[Any]) -> list[Any]:
+        """A branch whose results vary along the axes along which those of any branch do."""
+        results = zip(run(body, operands), *found, strict=True)
+        return [evaluation.varying_together([leaf], of_branches)[0] for leaf, *of_branches in results]
 
-
-def _as_all(run: Any, of_branches: Sequence[Sequence[Any]]) -> Any:
-    """A branch whose results vary along the axes along which those of any branch do."""
-
-    def varied(*operands: Any) -> list[Any]:
-        results = run(*operands)
-        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *of_branches, strict=True)]
-
-    return varied
+    branches = [functools.partial(branch, body) for body in bodies.each]
+    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
 
 
 def _evaluate_body(body: Body, units: Units, values: Sequence[Any], indices: jax.Array) -> list[Any]:
