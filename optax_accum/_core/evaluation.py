@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from optax_accum._core import compilers
 
@@ -26,6 +27,19 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def in_order(
+    equations: Iterable[Any],
+    env: dict[Any, Any],
+    wanted: Iterable[Any],
+    bind: Callable[[Any, Sequence[Any]], Any] = bind,
+) -> list[Any]:
+    """Evaluates equations, each by `bind`, from the values of variables in `env`; returns those that are wanted."""
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    for equation in equations:
+        env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
+    return list(map(read, wanted))
 
 
 def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
@@ -54,6 +68,26 @@ def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:
     return frozenset[str]().union(
         *(compilers.varying_axes(value) - compilers.varying_axes(kind) for value, kind in pairs)
     )
+
+
+def scanned(
+    equation: Any, values: Sequence[Any], body: Callable[[list[Any]], Any], length: Any = None, *, settles: bool = False
+) -> list[Any]:
+    """Evaluates a `scan` with another body, a function of one iteration's constants, carry and slices.
+
+    `settles`: whether its carry may vary along more axes than the types of the operands tell, see `settled`.
+    """
+    consts, carried = compilers.sizes_of_scan(equation)
+    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body([*fixed, *carry, *x])
+        return outs[:carried], outs[carried:]
+
+    start = settled(step, start, xs, fixed) if settles else start
+    options = {key: equation.params[key] for key in ("reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, start, xs, length=length or equation.params["length"], **options)
+    return [*carry, *ys]
 
 
 def settled(step: Callable[..., Any], carry: Any, xs: Any, given: Any = ()) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from optax_accum._core import compilers, evaluation
 
@@ -17,11 +16,8 @@ Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Any] = evaluation.bind) -> list[Any]:
     """Evaluates a traced program; `bind` evaluates one equation."""
     jaxpr, consts = compilers.opened(program)
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
-    for equation in jaxpr.eqns:
-        env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    return evaluation.in_order(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
 def has_rule(equation: Any) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.compilers import varying_axes
 from optax_accum._rows import constants, reordering
 from optax_accum._rows.blocks import mapped_in_blocks
 from optax_accum._rows.forms import (
@@ -49,12 +48,8 @@ class FormAnalysis:
     def __init__(self, levels: Levels, rule_of: Callable[[Equation], Any], along: Sequence[frozenset[str]] = ()):
         """`along`: the axes of a `jax.shard_map` along which each input may differ; empty if that is not known."""
         self.along = along
-        self.levels, self.of_params, self.rows, self.rule_of = (
-            levels,
-            set(levels.of_params),
-            levels.program.rows,
-            rule_of,
-        )
+        self.levels, self.rows, self.rule_of = levels, levels.program.rows, rule_of
+        self.of_params = set(levels.of_params)
         self.orders = Orders(levels.of_params, reordering.RULES)
         self.pairs = Pairs(self.orders, self.form)
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
@@ -118,13 +113,6 @@ class FormAnalysis:
         """Whether a value is the number of rows, or in proportion to it."""
         return self.form(value).terms == (Term(frozenset([(ROWS, 1)])),)
 
-    def is_alike(self, value: Value, axes: Sequence[str]) -> bool:
-        """Whether a value is the same on all devices along axes of a `jax.shard_map` whose types tell that."""
-        if not self.along:
-            return False
-        inputs = self.inputs.get(value, frozenset())
-        return varying_axes(value.aval).union(*(self.along[place] for place in inputs)).isdisjoint(axes)
-
     # Equations
 
     def _read(self, equation: Equation, kind: Kind) -> None:
@@ -174,9 +162,7 @@ class FormAnalysis:
         if first is not equation:
             pairs = zip(equation.outs, first.outs, strict=True)
             self.repeats.update((value, self.original(other)) for value, other in pairs)
-        elif _widens(equation) or (
-            equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None
-        ):
+        elif equation.name in _CASTS and len(equation.ins) == 1 and _keeps_numbers(equation):
             self.repeats[equation.outs[0]] = self.original(equation.ins[0])
             if guard := self.guard_of.get(equation.ins[0]):
                 self.guard_of[equation.outs[0]] = guard
@@ -223,7 +209,7 @@ class FormAnalysis:
         if kind is Kind.WHOLE:  # separate rows in another order; the numbers of rows are their order
             pairs = zip(equation.ins, forms, strict=True)
             forms = [Form() if self.orders.numbers_rows(value) else form for value, form in pairs]
-        if kind is Kind.MADE and not _draws(equation):
+        if kind is Kind.MADE and not equation.name.startswith(("random_", "threefry")):
             return self._failed(equation, f"{equation.name} depends on the place of a row in its batch")
         rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
@@ -305,13 +291,8 @@ _HERE: Any = None  # in place of the line of a literal: the line of the equation
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
 
 
-def _widens(equation: Equation) -> bool:
-    """Whether an equation is a cast that changes no number: a mask of bools has one sum, in integers and in floats."""
-    if equation.name != "convert_element_type":
-        return False
+def _keeps_numbers(equation: Equation) -> bool:
+    """Whether a result has one number, or an equation is a cast that changes none: a mask of bools has one sum."""
     (before,), (after,) = equation.ins, equation.outs
-    return jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype
-
-
-def _draws(equation: Equation) -> bool:
-    return equation.name.startswith(("random_", "threefry"))
+    is_wider = jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype
+    return after.axis is None or (equation.name == "convert_element_type" and is_wider)

@@ -65,35 +65,25 @@ class _Network:
 
     def before_the_cut(self) -> set[Any]:
         """What the source reaches when no more can flow: one side of the earliest of the minimum cuts."""
-        while path := self._path():
+        while self.sink in (before := self._reached()):
+            path, end = [], self.sink
+            while end is not self.source:
+                path.append((before[end], end))
+                end = before[end]
             least = min(self.left[a][b] for a, b in path)
             for a, b in path:
                 self.left[a][b] -= least
                 self.left[b][a] += least
-        reached, todo = {self.source}, [self.source]
-        while todo:
-            begin = todo.pop()
-            for end, left in self.left[begin].items():
-                if left > 0 and end not in reached:
-                    reached.add(end)
-                    todo.append(end)
-        return reached
+        return set(before)
 
-    def _path(self) -> list[tuple[Any, Any]]:
-        """A shortest path along which more can flow."""
+    def _reached(self) -> dict[Any, Any]:
+        """The nodes to which more can flow, nearest first until the sink; each with the node before it."""
         before: dict[Any, Any] = {self.source: None}
         todo = collections.deque([self.source])
-        while todo:
+        while todo and self.sink not in before:
             begin = todo.popleft()
             for end, left in self.left[begin].items():
                 if left > 0 and end not in before:
                     before[end] = begin
                     todo.append(end)
-                    if end is self.sink:
-                        todo.clear()
-                        break
-        path, end = [], self.sink if self.sink in before else None
-        while end is not None and before[end] is not None:
-            path.append((before[end], end))
-            end = before[end]
-        return path
+        return before

@@ -7,15 +7,14 @@ from typing import Any
 import jax
 
 from optax_accum._core import compilers, evaluation
-from optax_accum._core.equations import all_equations, inner_programs
+from optax_accum._core.equations import every_equation
 from optax_accum._rows import perturbation
 from optax_accum._rows.perturbation import Perturbed
 
 
 def has_backward(equation: Any) -> bool:
     """Whether an equation, or one inside it, has a backward pass by the user."""
-    inner = (eqn for program in inner_programs(equation.single) for eqn in all_equations(program))
-    return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.single, *inner))
+    return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in every_equation(equation.single))
 
 
 def derivative_of(

@@ -11,12 +11,10 @@ import numpy as np
 
 from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
-from optax_accum._core.folds import SUM
-from optax_accum._rows import locality, perturbation
+from optax_accum._rows import locality
 from optax_accum._rows.levels import Bodies, Body, Kind
 from optax_accum._rows.pairing import paired
 from optax_accum._rows.program import Equation, Number, Program, Value
-from optax_accum._rows.registry import known
 from optax_accum._rows.traces import COUPLED, OtherProgramError
 
 
@@ -30,13 +28,12 @@ class Zeros:
         return value in self.found or (isinstance(value, Number) and not np.any(value.array))
 
     def read(self, equation: Equation) -> None:
-        if equation.name in _KEEPS_ZERO and all(value in self for value in equation.ins):
+        if locality.keeps_zero(equation.single, _places(equation, self)):
             self.found.update(equation.outs)
 
 
-_KEEPS_ZERO = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "neg", "pcast", "pvary", "reshape", "squeeze", "transpose"]
-)
+def _places(equation: Equation, values: Container[Value]) -> set[int]:
+    return {place for place, value in enumerate(equation.ins) if value in values}
 
 
 def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
@@ -54,7 +51,7 @@ def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
             is_over_layers = equation.single.params["length"] == equation.double.params["length"]
             return _read_layers(equation, zeros) if is_over_layers else _read_rows(equation, zeros)
         if equation.name == "cond" and equation.ins[0].axis is None:
-            return _read_branches(equation, zeros)
+            return _read_branches(equation)
     except OtherProgramError:
         return None
     return None
@@ -90,26 +87,17 @@ def _read_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
     return Bodies([], [place < carried for place in range(len(equation.outs))]) if all(sums) else None
 
 
-def _read_branches(equation: Equation, zeros: Zeros) -> Bodies | None:
+def _read_branches(equation: Equation) -> Bodies | None:
     """Branches whose results are rows, or parts of sums: a sum is one in each branch that does not return zeros."""
-    pairs = zip(equation.single.params["branches"], equation.double.params["branches"], strict=True)
-    programs = [paired(*pair, equation.rows, equation) for pair in pairs]
-    bodies: list[Body] = []
-    are_parts: list[list[bool]] = []
-    may_be: list[list[bool]] = []
-    for program in programs:
-        found = _read_body(program, set())
-        if found is None:
-            return None
-        body, parts, zeros_inside = found
-        bodies.append(body)
-        are_parts.append([value in parts for value in program.outputs])
-        may_be.append([value in parts or value in zeros_inside for value in program.outputs])
-    is_part = [any(each) for each in zip(*are_parts, strict=True)]
-    can_be = [all(each) for each in zip(*may_be, strict=True)]
-    if any(part and not can for part, can in zip(is_part, can_be, strict=True)):
-        return None
-    return Bodies(bodies, is_part)
+    pairs = locality.programs_inside(equation.single, equation.double)
+    each = [_read_body(paired(*pair, equation.rows, equation), set()) for pair in pairs]
+    found = [one for one in each if one is not None]
+    are_parts = [[value in parts for value in body.program.outputs] for body, parts, _ in found]
+    may_be = [[value in parts or value in zeros for value in body.program.outputs] for body, parts, zeros in found]
+    is_part = [any(of_branches) for of_branches in zip(*are_parts, strict=True)]
+    can_be = [all(of_branches) for of_branches in zip(*may_be, strict=True)]
+    is_refused = any(part and not can for part, can in zip(is_part, can_be, strict=True))
+    return None if len(found) < len(each) or is_refused else Bodies([body for body, _, _ in found], is_part)
 
 
 def _read_body(program: Program, begun: set[Value]) -> tuple[Body, set[Value], Zeros] | None:
@@ -136,7 +124,7 @@ def _kind(
     view = equation.view._replace(perturbed=[False] * len(equation.ins))
     if equation.differs:
         return None, ()
-    if adds_up(equation, zeros):
+    if locality.makes_sum(view, _places(equation, zeros)):
         return Kind.PARTIAL, equation.outs
     if locality.is_local_inside(view):
         return Kind.LOCAL, ()
@@ -147,25 +135,10 @@ def _kind(
     return Kind.LOCAL, [value for value, is_part in zip(equation.outs, inside.are_sums, strict=True) if is_part]
 
 
-def adds_up(equation: Equation, zeros: Zeros) -> bool:
-    """Whether an equation is a sum over rows, and of nothing else."""
-    if equation.differs or not locality.is_partial(equation.view) or known(equation.name).partial.fold is not SUM:
-        return False
-    return not equation.name.startswith("scatter") or equation.ins[0] in zeros
-
-
 def follows(equation: Equation, parts: Container[Value], zeros: Zeros) -> bool:
-    """Whether an equation without rows is linear in the parts of sums that it takes: its result is a part, too."""
-    view = equation.view
-    if equation.differs or view.has_rows or view.makes_rows or not view.has_same_sizes:
-        return False
-    places = {place for place, value in enumerate(equation.ins) if value in parts}
-    summed = (equation.single.invars[place] for place in places)
-    if not all(map(perturbation.is_inexact, (*summed, *equation.single.outvars))):
-        return False
-    nothing = {place for place, value in enumerate(equation.ins) if value in zeros}
-    groups = known(equation.name).linear_groups(equation.single)
-    return any(places <= group <= places | nothing for group in groups)
+    """Whether an equation follows sums of which there are parts, see `locality.follows`."""
+    places = _places(equation, parts), _places(equation, zeros)
+    return not equation.differs and locality.follows(equation.view, *places)
 
 
 def _only_adds(program: Program, consts: int, place: int) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows import derivatives, perturbation
+from optax_accum._rows import derivatives, locality, perturbation
 from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import known
 
@@ -38,15 +38,10 @@ def nonlinear_rules(eqn: Any, perturbed: Perturbed = None) -> Iterator[Any]:
         if not _is_linear(eqn, perturbed):
             yield eqn
         return
-    for program in _programs(eqn):
+    for program, _ in locality.programs_inside(eqn, eqn):
         inside = perturbation.inside(eqn, perturbed, program)
         for inner, perturbed_there in perturbation.each_equation(compilers.opened(program)[0], inside):
             yield from nonlinear_rules(inner, perturbed_there)
-
-
-def _programs(eqn: Any) -> list[Any]:
-    keys = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")
-    return [*(eqn.params[key] for key in keys if key in eqn.params), *eqn.params.get("branches", ())]
 
 
 def _is_linear(eqn: Any, perturbed: Perturbed) -> bool:

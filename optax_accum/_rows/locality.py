@@ -1,6 +1,6 @@
 """Whether an equation treats rows one by one, with the programs inside it: a scan over layers of `tanh(h @ w)` does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import jax
@@ -210,37 +210,48 @@ def adds_up(single: Any, double: Any, rows: Rows) -> bool:
     sums: set[Any] = set()  # variables that are sums over rows
     zeros: set[Any] = set()
     is_zero = lambda atom: not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
+    is_sum = lambda atom: isinstance(atom, core.Var) and atom in sums
     try:
         pairs = list(in_step(of_single, of_double))
     except OtherProgramError:
         return False
     for a, b in pairs:
         view = view_of(a, b, rows, asks_rules=False)
-        of_sums = {place for place, atom in enumerate(a.invars) if isinstance(atom, core.Var) and atom in sums}
-        row = known(a.primitive.name)
-        if a.primitive.name in ("jit", "pjit") and not of_sums:
-            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks_rules=False):
-                return False
-        elif of_sums:
-            groups = row.linear_groups(a)
-            is_linear = any(
-                of_sums <= group and all(is_zero(a.invars[place]) for place in group - of_sums) for group in groups
-            )
-            # Rounded to integers, a sum is no sum.
-            if view.has_rows or view.makes_rows or not is_linear or not all(map(perturbation.is_inexact, a.outvars)):
-                return False
+        parts, nothing = ({at for at, atom in enumerate(a.invars) if is_(atom)} for is_ in (is_sum, is_zero))
+        if follows(view, parts, nothing) if parts else makes_sum(view, nothing):
             sums.update(a.outvars)
-        elif is_partial(view) and row.partial.fold is SUM:
-            sums.update(a.outvars)
-        elif not is_local_inside(view):
+        elif parts or not (is_local_inside(view) or (view.name in ("jit", "pjit") and _is_call_local(view))):
             return False
-        elif row.linear_groups(a) and len(a.invars) == 1 and is_zero(a.invars[0]):
+        elif keeps_zero(a, nothing):
             zeros.update(a.outvars)
 
     def may_leave(single: Any, double: Any) -> bool:
         if single.aval.dtype == jax.dtypes.float0 or is_zero(single):
             return True
         has_rows = axis_of(single.aval, double.aval, rows) not in (None, COUPLED)
-        return not isinstance(single, core.Literal) and (has_rows or single in sums)
+        return has_rows or is_sum(single)
 
     return all(map(may_leave, of_single.outvars, of_double.outvars))
+
+
+# Sums over rows, in parts: of which operands, by their places
+
+
+def makes_sum(view: View, zeros: Set[int]) -> bool:
+    """Whether an equation is a sum over rows, and of nothing else."""
+    is_sum = is_partial(view) and known(view.name).partial.fold is SUM
+    return is_sum and (not view.name.startswith("scatter") or 0 in zeros)
+
+
+def follows(view: View, parts: Set[int], zeros: Set[int]) -> bool:
+    """Whether an equation without rows is linear in the parts of sums that it takes: its result is a part, too."""
+    if view.has_rows or view.makes_rows or not view.has_same_sizes:
+        return False
+    if not all(map(perturbation.is_inexact, (*(view.single.invars[at] for at in parts), *view.single.outvars))):
+        return False  # rounded to integers, a sum is no sum
+    return any(parts <= group <= parts | zeros for group in known(view.name).linear_groups(view.single))
+
+
+def keeps_zero(equation: Any, zeros: Set[int]) -> bool:
+    """Whether an equation takes zeros alone, and makes zeros."""
+    return len(zeros) == len(equation.invars) and zeros in known(equation.primitive.name).linear_groups(equation)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
 from optax_accum._rows.analysis import FormAnalysis
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
@@ -59,11 +60,19 @@ def _from_devices(analysis: FormAnalysis, equation: Equation, forms: Sequence[Fo
     counts = [by for form in forms for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
     tells = equation.name == "psum_invariant"
     axes = collective_axes(equation.single)
-    for by in (by for by in counts if not (tells and analysis.is_alike(by.value, axes))):
+    for by in (by for by in counts if not (tells and _is_alike(analysis, by.value, axes))):
         (term, *_) = analysis.form(by.value).sums
         text = f"{equation.name} of what a {name_of(term)} divides: each device may have another"
         return added(forms).because(Reason(text, equation.place))
     return added(forms)
+
+
+def _is_alike(analysis: FormAnalysis, value: Value, axes: Sequence[str]) -> bool:
+    """Whether a value is the same on all devices along axes of a `jax.shard_map` whose types tell that."""
+    if not analysis.along:
+        return False
+    inputs = analysis.inputs.get(value, frozenset())
+    return varying_axes(value.aval).union(*(analysis.along[place] for place in inputs)).isdisjoint(axes)
 
 
 def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:

@@ -186,14 +186,8 @@ def _as_one(equations: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any]
         if list(gives) == list(first.outvars) and list(takes) == list(first.invars):
             return first
 
-    def run(*values: Any) -> list[Any]:
-        env = dict(zip(takes, values, strict=True))
-        read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
-        for equation in equations:
-            env.update(zip(equation.outvars, evaluation.bind(equation, list(map(read, equation.invars))), strict=True))
-        return [env[var] for var in gives]
-
-    (call,) = jax.make_jaxpr(jax.jit(run))(*(_struct(var.aval, var.aval.shape) for var in takes)).eqns
+    run = jax.jit(lambda *values: evaluation.in_order(equations, dict(zip(takes, values, strict=True)), gives))
+    (call,) = jax.make_jaxpr(run)(*(_struct(var.aval) for var in takes)).eqns
     return call.replace(source_info=equations[0].source_info)
 
 
@@ -204,9 +198,9 @@ def _type(value: Value, rows: Rows, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), value.aval.dtype)
 
 
-def _struct(aval: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak, sharding=compilers.explicit_sharding(aval))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=compilers.explicit_sharding(aval))
 
 
 def _is_inlined(equation: Equation) -> bool:

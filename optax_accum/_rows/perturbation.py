@@ -24,10 +24,7 @@ def is_inexact(var: Any) -> bool:
 
 def each_equation(program: Any, perturbed: Perturbed) -> Iterator[tuple[Any, Perturbed]]:
     """Yields the equations of a program, each with which of its operands are perturbed."""
-    variables = _Variables(program, perturbed)
-    for equation in program.eqns:
-        yield equation, variables.read(equation.invars)
-        variables.add(equation)
+    return zip(program.eqns, _followed(program, perturbed)[0], strict=True)
 
 
 def results_of(equation: Any, perturbed: Perturbed) -> list[bool]:
@@ -37,7 +34,7 @@ def results_of(equation: Any, perturbed: Perturbed) -> list[bool]:
         return inexact
     if not any(perturbed) or equation.primitive.name == "stop_gradient":
         return [False] * len(inexact)
-    found = [_outputs_of(compilers.opened(program)[0], inside) for program, inside in _inside(equation, perturbed)]
+    found = [_followed(compilers.opened(program)[0], inside)[1] for program, inside in _inside(equation, perturbed)]
     if not found:
         return inexact
     return [is_ and any(each) for is_, *each in zip(inexact, *found, strict=True)]
@@ -81,34 +78,22 @@ def _carried(program: Any, consts: Sequence[bool], carry: Sequence[bool], xs: Se
     """The next iteration of a loop carries what one has perturbed: repeated until nothing is added."""
     opened, _ = compilers.opened(program)
     while True:
-        outs = _outputs_of(opened, [*consts, *carry, *xs])
+        _, outs = _followed(opened, [*consts, *carry, *xs])
         after = [a or b for a, b in zip(carry, outs, strict=False)]
         if after == list(carry):
             return [*consts, *carry, *xs]
         carry = after
 
 
-def _outputs_of(program: Any, perturbed: Perturbed) -> list[bool]:
-    variables = _Variables(program, perturbed)
+def _followed(program: Any, perturbed: Perturbed) -> tuple[list[Perturbed], list[bool]]:
+    """Which operands of each equation of a program are perturbed, and which of its outputs."""
+    if perturbed is None:
+        return [None] * len(program.eqns), list(map(is_inexact, program.outvars))
+    variables = {var for var, is_perturbed in zip(program.invars, perturbed, strict=True) if is_perturbed}
+    read = lambda atoms: [isinstance(atom, core.Var) and atom in variables for atom in atoms]
+    operands: list[Perturbed] = []
     for equation in program.eqns:
-        variables.add(equation)
-    return list(variables.read(program.outvars) or map(is_inexact, program.outvars))
-
-
-class _Variables:
-    """The perturbed variables of a program, so far."""
-
-    def __init__(self, program: Any, perturbed: Perturbed):
-        self.all = perturbed is None
-        pairs = zip(program.invars, perturbed or (), strict=not self.all)
-        self.variables = {var for var, is_perturbed in pairs if is_perturbed}
-
-    def read(self, atoms: Sequence[Any]) -> Perturbed:
-        if self.all:
-            return None
-        return [isinstance(atom, core.Var) and atom in self.variables for atom in atoms]
-
-    def add(self, equation: Any) -> None:
-        if not self.all:
-            results = results_of(equation, self.read(equation.invars))
-            self.variables.update(var for var, perturbed in zip(equation.outvars, results, strict=True) if perturbed)
+        operands.append(read(equation.invars))
+        results = zip(equation.outvars, results_of(equation, operands[-1]), strict=True)
+        variables.update(var for var, is_perturbed in results if is_perturbed)
+    return operands, read(program.outvars)

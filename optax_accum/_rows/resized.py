@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from optax_accum._core import compilers, evaluation
+from optax_accum._core.folds import SUM, Fold
 from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import derivatives, locality
 from optax_accum._rows.traces import COUPLED, Rows, axis_of, in_step, view_of
@@ -38,13 +39,18 @@ class Some(NamedTuple):
         """For an equation that has nothing to do with rows: it runs as it is."""
         return Some(self.rows, self.rows[0])
 
-    def without_filling(self, value: Any, axis: int | None) -> Any:
-        """Sets rows that are not in the batch to zero."""
+    def are_real(self, length: int) -> Any:
+        """Whether each row, of `length` along an axis, is in the batch; None: all are."""
+        if self.real is None:
+            return None
+        return jnp.repeat(self.real, length // len(self.real), total_repeat_length=length)
+
+    def without_filling(self, value: Any, axis: int | None, fold: Fold = SUM) -> Any:
+        """Sets rows that are not in the batch to what changes no sum."""
         if self.real is None or axis is None:
             return value
-        length = value.shape[axis]
-        real = jnp.repeat(self.real, length // len(self.real), total_repeat_length=length)
-        return jnp.where(jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis]), value, 0)
+        real = jnp.expand_dims(self.are_real(value.shape[axis]), [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(real, value, jnp.asarray(fold.nothing(value.dtype), value.dtype))
 
 
 def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
@@ -109,20 +115,10 @@ def _checkpoint(single: Any, double: Any, some: Some, values: Values) -> Values:
 
 def _scan(single: Any, double: Any, some: Some, values: Values) -> Values:
     params = single.params
-    consts, carried = compilers.sizes_of_scan(single)
-    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
-
     is_over_rows = params["length"] != double.params["length"]  # its body sees one row, and runs as it is
     of_double, inside = (params, some.all_rows) if is_over_rows else (double.params, some)
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = run(params["jaxpr"], of_double["jaxpr"], inside, [*fixed, *carry, *x])
-        return out[:carried], out[carried:]
-
-    options = {key: params[key] for key in ("reverse", "unroll")}
-    length = _resized(params["length"], double.params["length"], some)
-    carry, ys = jax.lax.scan(step, list(start), list(xs), length=length, **options)
-    return [*carry, *ys]
+    body = functools.partial(run, params["jaxpr"], of_double["jaxpr"], inside)
+    return evaluation.scanned(single, values, body, _resized(params["length"], double.params["length"], some))
 
 
 def _while(single: Any, double: Any, some: Some, values: Values) -> Values:

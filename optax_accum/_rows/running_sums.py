@@ -115,16 +115,13 @@ def _evaluated(
     program: Any, consts: Sequence[Any], values: Sequence[Any], wanted: Sequence[int] | None = None
 ) -> list[Any]:
     """Evaluates results of a program in which nothing but a sum takes what a loop carries."""
-    env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
+    env = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
     wanted = range(len(program.outvars)) if wanted is None else wanted
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
-    for equation in _needed(program, wanted)[0]:
-        found = _evaluate_equation(equation, list(map(read, equation.invars)))
-        env.update(zip(equation.outvars, found, strict=True))
-    return [read(program.outvars[place]) for place in wanted]
+    results = [program.outvars[place] for place in wanted]
+    return evaluation.in_order(_needed(program, wanted)[0], env, results, _evaluate_equation)
 
 
-def _evaluate_equation(equation: Any, values: list[Any]) -> Sequence[Any]:
+def _evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     carried = [value for value in values if isinstance(value, Carried)]
     if not carried:
         return evaluation.bind(equation, values)
@@ -142,7 +139,7 @@ def _evaluate_equation(equation: Any, values: list[Any]) -> Sequence[Any]:
     raise NotASumError
 
 
-def _checkpointed(equation: Any, program: Any, consts: Sequence[Any], values: list[Any]) -> list[Any]:
+def _checkpointed(equation: Any, program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The same under `jax.checkpoint`, which takes and returns arrays alone."""
     indices: list[int | None] = []
 

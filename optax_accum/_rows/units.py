@@ -29,11 +29,6 @@ class Units:
         return -(-self.count // self.microbatches)
 
     @property
-    def rows(self) -> int:
-        """The number of rows in a micro-batch."""
-        return self.size * self.block
-
-    @property
     def fills(self) -> bool:
         """Whether some micro-batches are filled up with copies."""
         return self.size * self.microbatches != self.count
@@ -79,10 +74,6 @@ class Units:
     def indices(self, microbatch: Any) -> jax.Array:
         """The indices of one micro-batch's units; units from `count` on count for nothing."""
         return microbatch + self.microbatches * jnp.arange(self.size)
-
-    def are_real(self, units: jax.Array, length: int) -> jax.Array:
-        """Whether each row of these units, `length` along an axis, is in the batch: a bool [length]."""
-        return jnp.repeat(units < self.count, length // len(units), total_repeat_length=length)
 
     def places(self, units: jax.Array, length: int) -> jax.Array:
         """The index of each row of these units along an axis of `length` entries, over all devices."""

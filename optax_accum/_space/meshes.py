@@ -151,12 +151,9 @@ def check_divisible(to: Tree, params: Tree) -> None:
 
 def splittable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
     """A leaf of a batch, gathered along its rows if Explicit axes cannot cut that many evenly."""
-    spec = spec_of(leaf) or PartitionSpec()
-    entry = spec[axis] if axis < len(spec) else None
-    if entry is None or rows % num_devices(sharding_of(leaf).mesh, names_of(entry)) == 0:
-        return leaf
-    whole = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
-    unsharded = over(NamedSharding(sharding_of(leaf).mesh, whole), AxisType.Explicit)
+    sharding = sharding_of(leaf)
+    whole = sharding if spec_of(leaf) is None else compilers.splittable_sharding(sharding, axis, rows)
+    unsharded = None if whole is sharding else over(whole, AxisType.Explicit)
     return leaf if unsharded is None else jax.sharding.reshard(leaf, unsharded)
 
 

@@ -192,17 +192,8 @@ def _checkpoint(devices: Together, equation: Any, values: Values) -> Values:
 
 
 def _scan(devices: Together, equation: Any, values: Values) -> Values:
-    params = equation.params
-    consts, carried = compilers.sizes_of_scan(equation)
-    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = _alike(devices.run(params["jaxpr"], [*fixed, *carry, *x]), values)
-        return out[:carried], out[carried:]
-
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
-    return [*carry, *ys]
+    body = lambda given: _alike(devices.run(equation.params["jaxpr"], given), values)
+    return evaluation.scanned(equation, values, body)
 
 
 def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:

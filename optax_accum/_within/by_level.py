@@ -46,18 +46,14 @@ def evaluated(
     store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), asked=asked, sampled=sampled)
     for stage in levels.stages:
         for equation in stage.before_loop:
-            run_whole(equation, levels, store)
+            with explained(equation):
+                run_whole(equation, levels, store)
         if stage.loop:
             run(stage.loop, levels, store)
     return store
 
 
 def run_whole(equation: Equation, levels: Levels, store: Store) -> None:
-    with explained(equation):
-        _run_whole(equation, levels, store)
-
-
-def _run_whole(equation: Equation, levels: Levels, store: Store) -> None:
     if _is_of_widened(equation, store):
         (value,), (result,) = equation.ins, equation.outs
         store.values[result] = shared.followed(lambda leaf: followed(equation, [leaf])[0], store.values[value])
@@ -181,7 +177,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
             zip((*constant, *shared_values, *kept_rows), (*constants, *shared.narrowed(wide), *rows), strict=True)
         )
         env |= {v: units.micro_batch(leaf, axis_of(v), index) for v, leaf in zip(batch_rows, interleaved, strict=True)}
-        return run_micro_batch(loop, levels, units, env, units.indices(index))
+        evaluate_some(loop.equations, levels, units, env, units.indices(index))
+        return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
     def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
         constants, interleaved = given
@@ -231,34 +228,20 @@ def _each(flag: bool, tree: Any) -> Any:
     return jax.tree.map(lambda _: flag, tree)
 
 
-def run_micro_batch(loop: Loop, levels: Levels, units: Units, env: dict[Value, Any], indices: jax.Array) -> list[Any]:
-    """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of sums.
-
-    `env` has the values that the loop takes; `indices` counts the micro-batch's units.
-    """
-    evaluate_some(loop.equations, levels, units, env, indices)
-    return [read(env, value) for value in (*loop.rows, *loop.sums)]
-
-
 # Loops over layers whose bodies take rows together
 
 
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params, inner = equation.single.params, body_levels(equation, levels)
-    consts, carried = compilers.sizes_of_scan(equation.single)
+    inner = body_levels(equation, levels)
+    consts, _ = compilers.sizes_of_scan(equation.single)
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])
-    body = compilers.opened(params["jaxpr"])[0]
-    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
+    # Gradients of constants are sums over all iterations.
+    wide = shared.widened(list(values[:consts]), [shared.identity] * consts)
 
-    wide = shared.widened(list(fixed), [shared.identity] * consts)  # their gradients are sums over all iterations
+    def body(given: list[Any]) -> list[Any]:
+        outs = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *given[consts:]])
+        return evaluation.varying_as(outs, [value.aval for value in inner.program.outputs], more)
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])
-        out = evaluation.varying_as(out, [atom.aval for atom in body.outvars], more)
-        return out[:carried], out[carried:]
-
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
-    return [*carry, *ys]
+    return evaluation.scanned(equation.single, values, body)

@@ -66,15 +66,11 @@ _SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshap
 
 def takes_a_sum(value: Value, levels: Levels) -> bool:
     """Whether a value is made of a sum of a loop."""
-    return _takes(value, levels.program.made_by, sums_of(levels))
-
-
-def _takes(value: Value, made_by: dict[Value, Equation], sources: set[Value]) -> bool:
-    """Whether a value is made of one of the sources."""
+    made_by, sums = levels.program.made_by, sums_of(levels)
     todo, seen = [value], set()
     while todo:
         value = todo.pop()
-        if value in sources:
+        if value in sums:
             return True
         if value in made_by and value not in seen:
             seen.add(value)
@@ -82,17 +78,11 @@ def _takes(value: Value, made_by: dict[Value, Equation], sources: set[Value]) ->
     return False
 
 
-def rows_of(program: TracedCall) -> int:
-    """The rows of all devices."""
-    units = program.units
-    return units.count * units.block * units.devices
-
-
 def measured(
     meter: Meter, program: TracedCall, gradient: Sequence[Value], asked: dict[Value, Result]
 ) -> tuple[dict[Value, Result], Sampled]:
     """The gradients, each with the square of what a micro-batch adds to it, and how squares are sampled."""
-    params, units = program.call[program.call.params], program.units
+    params, units, rows = program.call[program.call.params], program.units, program.levels.program.rows[0]
     if units.devices * units.microbatches == 1:
         meter.warn_of_one_sample()
     squares = meter.no_squares(params)
@@ -124,7 +114,7 @@ def measured(
         each = [square if one is None else one.scale * by_sum[one.of] for one, square in pairs]
         weight = jnp.sum(units.indices(index) < units.count) * units.block
         weight = weight.astype(dtypes.default_float())
-        each = [square * (rows_of(program) / jnp.maximum(weight, 1)) ** 2 for square in each]
+        each = [square * (rows / jnp.maximum(weight, 1)) ** 2 for square in each]
         return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)
 
     scalar = lambda: program.device.vary(jnp.zeros([], dtypes.default_float()))

@@ -45,16 +45,8 @@ class Alive(NamedTuple):
         return self.local is not self.anywhere
 
 
-@dataclasses.dataclass(frozen=True)
-class Iteration:
-    """One micro-batch as it is run."""
-
-    index: Index
-    call: Call  # of `fun`: these rows, its own key, the carry
-
-
 CallFun = Callable[[Call], LossParts]
-Add = Callable[[Any, Iteration], tuple[Any, LossParts]]  # adds the results of a micro-batch to sums
+Add = Callable[[Any, Index, Call], tuple[Any, LossParts]]  # adds the results of a micro-batch to sums
 Done = tuple[Any, Tree]  # the sums, and the last carry
 
 
@@ -69,17 +61,18 @@ class MicroBatches:
     interleaved: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
-    def iteration(self, index: Index, carry: Tree) -> Iteration:
+    def call_of(self, index: Index, carry: Tree) -> Call:
+        """The call of `fun` for one micro-batch: its rows, its own key, the carry."""
         rows = self.rest if self.split.is_rest(index) else splitting.micro_batch(self.interleaved, index)
         call = self.call.fold_key(index).with_values(self.call.batch, rows)
         if call.carry is not None:
             carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
             call = call.with_arguments({call.carry: carried})
-        return Iteration(index, call)
+        return call
 
     def traced(self) -> Traced:
         """Traces `fun` for the first micro-batch."""
-        first = self.iteration(0, self.call.carried).call
+        first = self.call_of(0, self.call.carried)
 
         def parts_of() -> LossParts:
             parts = self.call_fun(first)
@@ -89,7 +82,7 @@ class MicroBatches:
 
         loss = trace_or_run(parts_of)
         if _may_hide(loss.program, first):
-            _check_keys(self.call_fun, self.iteration(0, self.call.carried).call, self.call)
+            _check_keys(self.call_fun, self.call_of(0, self.call.carried), self.call)
         results.check_carry(self.call.carried, loss.shapes.second)
         return loss
 
@@ -102,19 +95,19 @@ class MicroBatches:
         return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(call_fun, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
-        """Runs `sums, parts = add(sums, iteration)` for the micro-batches that are alive, the remainder last.
+        """Runs `sums, parts = add(sums, index, call)` for the micro-batches that are alive, the remainder last.
 
         Returns the sums and the last carry. A micro-batch that is alive on another device only is run for its carry.
         """
 
         def run(index: Any, done: Done) -> Done:
             sums, carry = done
-            sums, parts = add(sums, self.iteration(index, carry))
+            sums, parts = add(sums, index, self.call_of(index, carry))
             return self.device.vary(sums), self._handed_on(parts)
 
         def hand_on(index: Any, done: Done) -> Done:
             sums, carry = done
-            return sums, self._handed_on(self.call_fun(self.iteration(index, carry).call))
+            return sums, self._handed_on(self.call_fun(self.call_of(index, carry)))
 
         def run_iteration(index: Any, done: Done) -> Done:
             if not alive.differ:

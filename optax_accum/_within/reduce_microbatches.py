@@ -13,14 +13,13 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows, is_split
 from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
-from optax_accum._core.types import Name, Tree
+from optax_accum._core.types import Index, Name, Tree
 from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._shared.checks import as_function
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
 from optax_accum._within import microbatches, reductions, shared, splitting
-from optax_accum._within.microbatches import Iteration
 
 _AGAIN = (
     "What reduce_microbatches returns is not differentiated through jit where the number of micro-batches is traced "
@@ -212,10 +211,10 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
 
-    def add(totals: Tree, iteration: Iteration) -> tuple[Tree, LossParts]:
+    def add(totals: Tree, index: Index, call: Call) -> tuple[Tree, LossParts]:
         with jax.named_scope("optax_accum.micro_batch"):
-            parts = micro_batches.call_fun(iteration.call)
-        return outputs.add(totals, parts.loss, iteration.index, shares.of(iteration.index)), parts
+            parts = micro_batches.call_fun(call)
+        return outputs.add(totals, parts.loss, index, shares.of(index)), parts
 
     totals, carry = micro_batches.in_order(add, outputs.start(), alive, static=static)
     return outputs.finish(totals), carry

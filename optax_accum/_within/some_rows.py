@@ -50,14 +50,18 @@ def evaluate_rows(equation: Equation, units: Units, values: list[Any], indices: 
         (made,) = equation.outs
         places = units.places(indices, made.aval.shape[axis_of(made)])
         return [positional.at(equation.single, values, axis_of(made), places)]
-    some = resized.Some(equation.rows, len(indices) * units.block, indices < units.count if units.fills else None)
-    return resized.evaluate(equation.single, equation.double, some, values)
+    return resized.evaluate(equation.single, equation.double, _some(equation, units, indices), values)
+
+
+def _some(equation: Equation, units: Units, indices: jax.Array) -> resized.Some:
+    return resized.Some(equation.rows, len(indices) * units.block, indices < units.count if units.fills else None)
 
 
 def _evaluate_inside(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates an equation whose programs inside make rows and parts of sums."""
+    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     if equation.name == "cond":
         return _evaluate_branches(equation, bodies, units, values, indices)
     if equation.single.params["length"] == equation.double.params["length"]:
@@ -66,78 +70,55 @@ def _evaluate_inside(
 
 
 def _evaluate_layers(
-    equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
+    equation: Equation, bodies: Bodies, units: Units, values: list[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates a loop over layers for the rows of one micro-batch; its sums are the micro-batch's parts of them."""
-    params = equation.single.params
     consts, carried = compilers.sizes_of_scan(equation.single)
-    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    fixed, start, xs = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
     (body,) = bodies.each
-    for place in (place for place in range(carried) if bodies.are_sums[place]):
-        start[place] = start[place].astype(dtypes.wide(start[place].dtype))
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate_body(body, units, [*fixed, *carry, *x], indices)
-        return outs[:carried], outs[carried:]
-
-    start = evaluation.settled(step, start, xs, fixed)
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, start, xs, **options)
-    return [*carry, *ys]
+    for place in (consts + place for place in range(carried) if bodies.are_sums[place]):
+        values[place] = values[place].astype(dtypes.wide(values[place].dtype))
+    run = lambda given: _evaluate_body(body, units, given, indices)
+    return evaluation.scanned(equation.single, values, run, settles=True)
 
 
-def _evaluate_row_by_row(equation: Equation, units: Units, values: Sequence[Any], indices: jax.Array) -> Sequence[Any]:
+def _evaluate_row_by_row(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> Sequence[Any]:
     """Evaluates a loop over the rows of one micro-batch that adds to what it carries; copies of rows add nothing."""
-    params = equation.single.params
+    program = equation.single.params["jaxpr"]
     consts, carried = compilers.sizes_of_scan(equation.single)
-    values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    fixed, start, rows = values[:consts], list(values[consts : consts + carried]), list(values[consts + carried :])
-    some = resized.Some(equation.rows, equation.rows[0])
-    real = units.are_real(indices, len(rows[0]))
+    some, length = _some(equation, units, indices), len(values[consts + carried])
 
-    def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        is_real, row = x
-        out = resized.run(params["jaxpr"], params["jaxpr"], some, [*fixed, *carry, *row])
-        after = out[:carried]
+    def body(given: list[Any]) -> list[Any]:
+        *given, is_real = given
+        outs = resized.run(program, program, some.all_rows, given)
         if units.fills:
-            after = [jnp.where(is_real, new, old) for new, old in zip(after, carry, strict=True)]
-        return after, out[carried:]
+            carry = given[consts : consts + carried]
+            outs[:carried] = [jnp.where(is_real, new, old) for new, old in zip(outs, carry, strict=False)]
+        return outs
 
-    start = evaluation.settled(step, start, (real, rows), fixed)
-    carry, ys = jax.lax.scan(step, start, (real, rows), reverse=params["reverse"], unroll=params["unroll"])
-    return [*carry, *ys]
+    values = [*values, some.are_real(length)]
+    return evaluation.scanned(equation.single, values, body, length, settles=True)
 
 
 def _evaluate_branches(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
-    index, *operands = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
-    types = [value.aval for value in equation.outs]
+    index, *operands = values
 
-    def branch(body: Body) -> Any:
-        def run(*operands: Any) -> list[Any]:
-            results = _evaluate_body(body, units, operands, indices)
-            triples = zip(results, bodies.are_sums, types, strict=True)
-            return [jnp.asarray(leaf, dtypes.wide(aval.dtype) if part else aval.dtype) for leaf, part, aval in triples]
+    def run(body: Body, operands: list[Any]) -> list[Any]:
+        results = zip(_evaluate_body(body, units, operands, indices), bodies.are_sums, equation.outs, strict=True)
+        dtype = lambda part, value: dtypes.wide(value.aval.dtype) if part else value.aval.dtype
+        return [jnp.asarray(leaf, dtype(part, value)) for leaf, part, value in results]
 
-        return run
+    found = [jax.eval_shape(functools.partial(run, body), operands) for body in bodies.each]
 
-    branches = list(map(branch, bodies.each))
-    found = [jax.eval_shape(run, *operands) for run in branches]
-    branches = [_as_all(run, found) for run in branches]
-    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, *operands)
+    def branch(body: Body, operands: list[Any]) -> list[Any]:
+        """A branch whose results vary along the axes along which those of any branch do."""
+        results = zip(run(body, operands), *found, strict=True)
+        return [evaluation.varying_together([leaf], of_branches)[0] for leaf, *of_branches in results]
 
-
-def _as_all(run: Any, of_branches: Sequence[Sequence[Any]]) -> Any:
-    """A branch whose results vary along the axes along which those of any branch do."""
-
-    def varied(*operands: Any) -> list[Any]:
-        results = run(*operands)
-        return [evaluation.varying_together([leaf], each)[0] for leaf, *each in zip(results, *of_branches, strict=True)]
-
-    return varied
+    branches = [functools.partial(branch, body) for body in bodies.each]
+    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
 
 
 def _evaluate_body(body: Body, units: Units, values: Sequence[Any], indices: jax.Array) -> list[Any]:
@@ -171,14 +152,7 @@ def reduction_of(equation: Equation) -> Reduction:
 
 def part_of(equation: Equation, units: Units, values: list[Any], indices: jax.Array) -> jax.Array:
     """One micro-batch's part of a reduction of rows, in at least float32 if it is a sum."""
-    reduction = reduction_of(equation)
-
-    def filled(value: Any, axis: int | None) -> Any:
-        if axis is None or not units.fills:
-            return value
-        real = units.are_real(indices, value.shape[axis])
-        real = jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis])
-        return jnp.where(real, value, jnp.asarray(reduction.fold.nothing(value.dtype), value.dtype))
-
-    pairs = zip(values, (value.axis for value in equation.ins), strict=True)
-    return reduction.part(equation.single, [filled(*pair) for pair in pairs], dtypes.of_sum, reduction.fold.along)
+    reduction, some = reduction_of(equation), _some(equation, units, indices)
+    pairs = zip(values, equation.ins, strict=True)
+    values = [some.without_filling(leaf, value.axis, reduction.fold) for leaf, value in pairs]
+    return reduction.part(equation.single, values, dtypes.of_sum, reduction.fold.along)

@@ -18,17 +18,16 @@ from optax_accum._core.folds import SUM
 from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
-from optax_accum._rows.leveling import is_over_layers
+from optax_accum._rows.leveling import is_over_layers, size_of
 from optax_accum._rows.levels import Kind
 from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending
 from optax_accum._within import by_level
-from optax_accum._within.alike import check_alike
 from optax_accum._within.fold import NOTHING, Result
-from optax_accum._within.measured import measured, rows_of, sums_of, takes_a_sum
-from optax_accum._within.outputs import placed
+from optax_accum._within.measured import measured, sums_of, takes_a_sum
+from optax_accum._within.outputs import check_alike, placed
 from optax_accum._within.rules import CallRules
 from optax_accum._within.splitting import split_rows
 from optax_accum._within.traced_call import (
@@ -173,7 +172,7 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
     parts = [ends[value](part) if value in ends and value not in hidden else part for part, value in pairs]
     grads = dtypes.gradients_like(params, parts)
     local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
-    weight = jnp.asarray(rows_of(program) / program.units.devices, dtypes.default_float())
+    weight = jnp.asarray(program.units.count * program.units.block, dtypes.default_float())
     if not device.one_batch:
         grads = device.vary(grads)
     return Local(grads if ending is None else ending.reduced(grads), local, store.samples, weight), same
@@ -191,7 +190,7 @@ def _ending(
     taken = {value for equation in program.levels.program.equations for value in equation.ins}
     hidden = sums_of(program.levels).intersection(gradient) - taken
     of_sums = {value for value in gradient if takes_a_sum(value, program.levels)}
-    missing = None if 2 * _bytes(hidden) >= _bytes(of_sums) else _SUM_OVER_ROWS
+    missing = None if 2 * sum(map(size_of, hidden)) >= sum(map(size_of, of_sums)) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard
     ending = device.ending(dtypes.gradients_like(params, zeros), missing)
@@ -199,10 +198,6 @@ def _ending(
         return None, {}, set()
     finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
     return ending, dict(zip(gradient, finish, strict=True)), hidden
-
-
-def _bytes(values: set[Value]) -> int:
-    return sum(value.aval.size * value.aval.dtype.itemsize for value in values)
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:

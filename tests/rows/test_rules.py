@@ -731,6 +731,22 @@ def test_a_rule_that_is_not_linear_is_given_the_whole_cotangent(rule, recompute)
     assert farthest(got, want) < 1e-5
 
 
+@jax.custom_vjp
+def adds_to_ones(w, x):
+    return x @ w
+
+
+adds_to_ones.defvjp(
+    lambda w, x: (x @ w, (w, x)),
+    lambda kept, ct: (jnp.ones(4).at[jnp.zeros(len(ct), int)].add(ct), ct[:, None] * kept[0][None]),
+)
+
+
+def test_a_rule_whose_sum_over_rows_begins_with_a_constant():
+    """In parts, each would begin with it."""
+    assert_whole(lambda w, x: jnp.mean(adds_to_ones(w, x) ** 2), jnp.ones(4), values()[1]["x"], tolerance=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [lambda step: step, *sweep([jax.jit, jax.checkpoint])])
 def test_an_operation_with_more_operands_for_more_rows(wrap):
     params, batch = values()
