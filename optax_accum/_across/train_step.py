@@ -130,8 +130,8 @@ def value_and_apply_gradients(
         first (above), or where it overlaps, the
         micro-batch may be run all the same: it adds nothing, and what `fun`
         returned is returned.
-      * A `Ratio` counts 0: the micro-batch is run, and adds nothing; guard
-        a 0 / 0 in its total with `jnp.maximum`.
+      * A `Ratio` counts 0: the micro-batch is run, and adds its total,
+        unless that is a NaN.
       * `fun` communicates over these devices: one more number, the weight, is
         added over the devices.
 

@@ -105,11 +105,11 @@ def explain(
         before the product, or both sums are means.
       * A denominator that is kept from zero by `maximum(sum, 1)`, by
         `where(sum > 0, ...)`, or by a number of at most 0.001 that is
-        added: the sum itself. As a `weight_fn` it is exact where the sum
-        of a micro-batch is 0 or at least that number; steps that read their
-        loss correct for it (a sum of 0.5 under `maximum(sum, 1)`).
-      * A micro-batch whose denominator is 0 counts for nothing: right if
-        its rows, which the mask leaves out, add nothing to the loss.
+        added: the sum itself. Steps that read their loss multiply by what
+        it divides by (`grad_weight`), so that a micro-batch whose sum is 0,
+        or 0.5 under `maximum(sum, 1)`, adds what it adds in the whole
+        batch. As a `weight_fn` it is exact where that sum is at least the
+        number, or is 0 and so is the loss.
       * A sum over rows that nothing divides: 1, and `reduction` is "sum".
         Beside a term that takes no rows: none, for that term would count in
         every call.

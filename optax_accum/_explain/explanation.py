@@ -168,7 +168,10 @@ class Explanation:
                 yield from _filled(f"{divided}: {weight}", "  ")
             yield from _filled(f"Within a call value_and_grad takes them all. {BY_ITSELF}")
         for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in self.weights if weight.guard):
-            yield from _filled(f"{by}, {guard}, keeps the sum from zero: where it is 0, a micro-batch adds nothing.")
+            yield from _filled(
+                f"{by}, {guard}, keeps the sum from zero. A step by hand takes it as grad_weight=: else a loss whose sum "
+                "is 0 would be left out."
+            )
 
 
 # The error of a step across calls says these, too.

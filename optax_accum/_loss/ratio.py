@@ -73,8 +73,8 @@ class Ratio:
 
       * Counts that add to zero: a zero loss and a zero gradient; a window
         without an update.
-      * A micro-batch whose count is zero, across calls: it adds nothing, its
-        total neither.
+      * A micro-batch whose count is zero, across calls: its total is added,
+        unless that is a NaN (0 times the mean of nothing).
       * One term of a dict whose counts add to zero: the term is zero, and
         so is its gradient.
       * `Devices(to="partial")`: each device returns its own quotient; to

@@ -118,6 +118,59 @@ def test_fractional_masks_count_as_in_the_whole_batch_however_little_a_micro_bat
     np.testing.assert_allclose(now, W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
+def over_positives(w, batch):
+    """All rows have a loss, as in detection; the first and the last micro-batch count none of them."""
+    return jnp.sum(errors(w, batch)) / jnp.maximum(_positives(batch), 1)
+
+
+def _positives(batch):
+    return jnp.sum(batch["mask"] * (jnp.abs(batch["y"] - Y_OF_FEW) < 0.5))
+
+
+Y_OF_FEW = BATCH["y"][1]
+UNCOUNTED = {
+    "maximum": over_positives,
+    "where": lambda w, batch: jnp.sum(errors(w, batch)) / jnp.where(_positives(batch) == 0, 1, _positives(batch)),
+    "Ratio": lambda w, batch: optax_accum.Ratio(jnp.sum(errors(w, batch)), _positives(batch)),
+}
+
+
+@pytest.mark.parametrize("loss", sweep(UNCOUNTED, but=["maximum", "Ratio"]))
+@pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
+def test_a_micro_batch_that_counts_nothing_adds_its_loss(loss, outside):
+    """A Ratio, too; the loss that the inner optimizer sees is the whole batch's."""
+    tx = optax.chain(*outside, optax_accum.accumulate_gradients(seeing_value(), 3, nonfinite="discard"))
+    value, grad = jax.value_and_grad(over_positives)(W, BATCH)
+    now = trained(UNCOUNTED[loss], tx=tx)
+    assert _positives(jax.tree.map(lambda leaf: leaf[:1], BATCH)) == 0 < _positives(BATCH)
+    np.testing.assert_allclose(now, W - grad * value, rtol=1e-5)
+
+
+def seeing_value():
+    """A step as long as the loss."""
+    update = lambda grads, state, params=None, *, value, **_: (jax.tree.map(lambda g: -value * g, grads), state)
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.sweep
+def test_grad_weight_by_hand_is_what_gradients_are_multiplied_by():
+    tx, now = optax_accum.accumulate_gradients(optax.sgd(1.0), 3), W
+    state = tx.init(now)
+    for rows in (slice(0, 1), slice(1, 8), slice(8, 12)):
+        part = jax.tree.map(lambda leaf: leaf[rows], BATCH)  # noqa: B023
+        count = _positives(part)
+        weights = {"weight": count, "grad_weight": jnp.maximum(count, 1)}
+        now, state = optax_accum.apply_gradients(tx, jax.grad(over_positives)(now, part), state, now, **weights)
+    np.testing.assert_allclose(now, W - jax.grad(over_positives)(W, BATCH), rtol=1e-5)
+
+
+@pytest.mark.sweep
+def test_a_ratio_of_0_times_a_mean_of_nothing_adds_nothing():
+    mean = lambda w, batch: jnp.sum(batch["mask"] * errors(w, batch)) / jnp.sum(batch["mask"])
+    weighed = lambda w, batch: optax_accum.Ratio(jnp.sum(batch["mask"]) * mean(w, batch), jnp.sum(batch["mask"]))
+    np.testing.assert_allclose(trained(weighed), W - jax.grad(mean)(W, BATCH), rtol=1e-5)
+
+
 def test_a_denominator_that_is_kept_from_zero_elsewhere_changes_nothing():
     """In a metric beside the loss; and a guard of 1 is none for a mean of a mask, which is never more."""
 

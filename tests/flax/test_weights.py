@@ -44,6 +44,15 @@ def fractional(w, batch, each=each_of):
     return jnp.sum(mask * each(w, batch)) / jnp.maximum(jnp.sum(mask), 1)
 
 
+def uncounted(w, batch, each=each_of):
+    """As in detection: all rows have a loss, few are counted, and some micro-batches have none of these."""
+    return jnp.sum(each(w, batch)) / jnp.maximum(jnp.sum(batch[2] * (batch[1] == 1)), 1)
+
+
+def of_few(w, batch):
+    return optax_accum.Ratio(jnp.sum(each_of(w, batch)), jnp.sum(batch[2] * (batch[1] == 1)))
+
+
 def mean(w, batch, each=each_of):
     return each(w, batch).mean()
 
@@ -128,6 +137,14 @@ def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
     assert_whole(trained(fractional, window(), SIZES, jax.device_put), fractional)
 
 
+@each
+@pytest.mark.parametrize("loss", [of_few, *sweep([uncounted])])
+def test_a_call_that_counts_nothing_adds_its_loss(trained, loss):
+    counts = [jnp.sum(batch[2] * (batch[1] == 1)) for batch in batches((1, 7, 4), jnp.asarray)]
+    assert min(counts) == 0 < max(counts)
+    assert_whole(trained(loss, window(), (1, 7, 4), jax.device_put, num_microbatches=1), uncounted)
+
+
 def without_flax(loss, tx, sizes, place, num_microbatches):
     """The same by `value_and_apply_gradients`, whose micro-batch is a device's rows."""
     step, w = jax.jit(optax_accum.value_and_apply_gradients(loss, tx)), jnp.array(W)
@@ -148,7 +165,7 @@ WAYS = {
     "NNX, deferred": (of_nnx, True),
     "without Flax": (without_flax, True),
 }
-READ = [*itertools.product(WAYS, ["Auto", "Explicit"], [fractional, mean], [each_of, looked_up])]
+READ = [*itertools.product(WAYS, ["Auto", "Explicit"], [fractional, mean, uncounted], [each_of, looked_up])]
 IN_EACH_RUN = [
     ("Linen", "Explicit", fractional, looked_up),
     ("NNX", "Explicit", fractional, looked_up),
