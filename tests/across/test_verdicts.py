@@ -757,8 +757,6 @@ def rows_of(batch):
 
 KINDS = {
     "exact": [
-        "dropless",
-        "head_in_chunks_masked",
         "map_in_blocks_masked",
         "mean_of_sums_of_pairs",
         "differences_of_pairs_masked",

@@ -284,10 +284,12 @@ AWKWARD = {
     "constants in a rule of the user": lambda w, x: x @ scaled_by(w, jnp.array([1.0, 2.0]))[0],
     "a barrier around a slice": lambda w, x: LAYER(x, w, lambda w, one: jax.lax.optimization_barrier(one)),
 }
+IN_A_DTYPE = [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
+AS_ANOTHER = ("in a branch", "stacked in a loop")  # as in a branch twice, as joined in a loop
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
+    ("name", "dtype"), sweep(IN_A_DTYPE, but=[case for case in IN_A_DTYPE if case[0] not in AS_ANOTHER])
 )
 def test_a_parameter_with_several_uses(name, dtype):
     loss = lambda w, x: jnp.mean(AWKWARD[name](w.astype(jnp.float32), x) ** 2)

@@ -145,7 +145,7 @@ def test_without_it_each_product_runs_once():
     assert products(0) == 3 * DEPTH - 1
 
 
-@pytest.mark.parametrize("share", SHARES[1:5])
+@pytest.mark.parametrize("share", sweep(SHARES[1:5], but=SHARES[2:4]))
 def test_no_more_runs_again_than_is_allowed(share):
     """By bytes that products move; what is cheap may run anywhere."""
     again = products(share) - products(0)
@@ -173,7 +173,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "share", "parts"), sweep(EXACT, but=EXACT[2::5]))
+@pytest.mark.parametrize(("loss", "share", "parts"), sweep(EXACT, but=EXACT[2::5][:3]))
 def test_the_gradient_is_exact(loss, share, parts, x64):
     """Also of extremes, with which rows that are made again are compared; of seven micro-batches the last are filled up."""
     args = values(depth=5, dtype=jnp.float64)
@@ -183,7 +183,7 @@ def test_the_gradient_is_exact(loss, share, parts, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, largest)), found, want)
 
 
-@pytest.mark.parametrize("share", [0, 0.6, 4])
+@pytest.mark.parametrize("share", sweep([0, 0.6, 4], but=[0.6]))
 def test_rows_that_attain_an_extreme_share_its_gradient(share):
     """In float32, where a row that is made again otherwise would not be equal to it."""
     params, x = values(depth=4)

@@ -17,7 +17,7 @@ PARTS = (2, 3, 5, 6, 12)  # the last but one and the middle leave a remainder wh
 RECOMPUTED = (0.0, 0.5, 4.0)  # how much of a forward pass may run once more
 
 
-@pytest.mark.parametrize("number", sweep(range(40), but=[3, 4, 5, 7]))
+@pytest.mark.parametrize("number", sweep(range(40), but=[4, 7]))
 def test_random_losses(number, x64):
     writer = programs.Writer(number)
     loss = writer.loss()
@@ -48,7 +48,7 @@ def differences(first):
     return [(mixture, farthest(got, want)) for mixture, (want, got) in zip(mixtures, found, strict=True)]
 
 
-@pytest.mark.parametrize("first", sweep(range(0, 400, TOGETHER), but=[0, 16]))
+@pytest.mark.parametrize("first", sweep(range(0, 400, TOGETHER), but=[16]))
 def test_random_losses_of_rows_and_parameters(first, rank_promotion):
     for number, (mixture, far) in enumerate(differences(first), start=first):
         assert far < (5e-2 if mixture.is_narrow else 1e-4), (number, mixture.n, mixture.d)

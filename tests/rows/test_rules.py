@@ -932,7 +932,7 @@ def scaled_on_all_rows(p, b):
 
 
 @pytest.mark.parametrize("parts", [[5, 2], *sweep([[2, 5]])], ids=str)
-@pytest.mark.parametrize("loss", [scaled_mean, scaled_after_a_mean, scaled_on_all_rows])
+@pytest.mark.parametrize("loss", [scaled_mean, *sweep([scaled_after_a_mean]), scaled_on_all_rows])
 def test_a_loop_over_rows_may_make_what_has_none(loss, parts, x64):
     assert_whole(loss, *values(dtype=jnp.float64), ways=zip(WAYS, parts, strict=True))
     assert "scan" not in couplings(loss, *values())
