@@ -225,6 +225,7 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
             raise ValueError(
                 f"With devices, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
                 f"and partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
-                'reduce_microbatches with devices=Devices(..., to="partial"), or call value_and_apply_gradients, with '
-                "an optimizer that is in no chain: accumulate_gradients(optax.chain(...), devices=...)."
+                'reduce_microbatches with devices=Devices(..., to="partial"), or call value_and_apply_gradients or, in '
+                "Flax, optax_accum.flax.linen.train_step or optax_accum.flax.nnx.train_step, with an optimizer that is "
+                "in no chain: accumulate_gradients(optax.chain(...), devices=...)."
             )

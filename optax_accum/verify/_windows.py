@@ -11,6 +11,7 @@ from optax_accum.verify._shares import Said, Shares, listed
 Foretold = tuple[str, float, str]  # the fault, the distance between its update and the observed one, the evidence
 TIE = 1e-4  # distances below it are rounding: the first fault wins
 MEAN = "What came out is a mean of what each micro-batch alone would give"
+NO_COMBINATION = "the whole batch's gradient is no combination of theirs"
 CLIPPED = "each is clipped, or normalised, before it is added"
 
 
@@ -169,16 +170,25 @@ def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
     if e.partial and not shares:
         return None
     only_one = saturates and max(shares, default=0) > 1 - e.near  # all entries clipped: as if one alone counted
-    if _positive(e, (shares, off)) and abs(sum(shares) - 1) < e.near and not only_one:
+    if _positive(w, (shares, off)) and abs(sum(shares) - 1) < e.near and not only_one:
         return "mean of means", f"{MEAN}; in the whole batch they count for {listed(shares)}."
     leaves = [e.combined(slot, [name]) for name in e.names(slot) if e.size(name) > len(e.parts) + MORE]
-    if saturates or _positive(e, (shares, off)) or (leaves and all(_positive(e, leaf) for leaf in leaves)):
+    if saturates or _positive(w, (shares, off)) or (leaves and all(_positive(w, leaf) for leaf in leaves)):
         return "clipping at each micro-step", f"{MEAN}: {CLIPPED}."
-    return "coupled examples", f"{MEAN}, and the whole batch's gradient is no combination of theirs."
+    return "coupled examples", f"{MEAN}, and {NO_COMBINATION}."
 
 
-def _positive(e: Explanations, fit: tuple[list[float], float]) -> bool:
-    return fit[1] < e.near and min(fit[0]) > -e.near * max(fit[0])
+def _positive(w: WindowView, fit: tuple[list[float], float]) -> bool:
+    return fit[1] < w.e.near and _count(w, fit[0])
+
+
+def _count(w: WindowView, shares: list[float]) -> bool:
+    """Whether no micro-batch counts against the others.
+
+    If a window led, each change holds its gradient, which is the first micro-batch's: in a clipped window, whose
+    shares add up to more than 1, the first's may be below 0.
+    """
+    return min(shares[w.leads :]) > -w.e.near * max(shares)
 
 
 def fitted(w: WindowView) -> Iterator[Said]:
@@ -193,11 +203,13 @@ def fitted(w: WindowView) -> Iterator[Said]:
     for slot in slots:
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
         shares = Shares(came, right, e.counts, near)
-        if off >= near or shares.negative or e.distance(w.found, e.whole, slot) < near:
+        if off >= near or not _count(w, came) or e.distance(w.found, e.whole, slot) < near:
             continue
         if fits >= near:
             if shares.whole and shares.positive and (said := why_a_mean(dataclasses.replace(w, linear=[slot]), [slot])):
                 yield said
+            elif sum(came) > 1 + near and not e.saturates(slot):  # behind a clip by norm
+                yield "coupled examples", f"{shares.says}, and {NO_COMBINATION}."
         elif w.coupling():
             yield "coupled examples", w.coupling()
         elif shares.alike and abs(shares.factor - 1) > near:

@@ -217,3 +217,48 @@ def test_a_bias_before_batch_norm_is_rounding(exact):
     batch = {"x": rng.normal(size=(16, 6)).astype(np.float32), "y": rng.normal(size=(16, 3)).astype(np.float32)}
     report = verify_step(make_step, batch, within_call=True, uneven=False)
     assert [cause.kind for cause in report.causes] == ["coupled examples"] * (not exact), str(report)
+
+
+CLIP = optax.clip_by_global_norm(0.1)
+WARM_ADAMW = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 40))
+PAIRS = {"x": normal(32, 6), "y": 3 * normal(32, 6)}
+
+
+def squares(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["out"] - batch["y"]) ** 2)
+
+
+def contrastive(params, batch):
+    unit = lambda rows: rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
+    similar = 5 * unit(jnp.tanh(batch["x"] @ params["w"]) @ params["out"]) @ unit(batch["y"]).T
+    return jnp.mean(jax.nn.logsumexp(similar, 1) - jnp.diag(similar))
+
+
+def clipped(loss, outside, inside):
+    params = {"w": normal(6, 8), "out": normal(8, 6)}
+
+    def make_step(every):
+        tx = optax.chain(*outside, optax_accum.accumulate_gradients(optax.chain(*inside), every))
+
+        @jax.jit
+        def step(carry, batch):
+            updates, state = tx.update(jax.grad(loss)(carry[0], batch), carry[1], carry[0])
+            return optax.apply_updates(carry[0], updates), state
+
+        return step, (params, tx.init(params))
+
+    return make_step
+
+
+@pytest.mark.parametrize("optimizer", sweep([WARM_ADAMW, optax.sgd(0.1)], but=[WARM_ADAMW]), ids=["warm-up", "sgd"])
+@pytest.mark.parametrize(
+    ("loss", "outside", "inside", "kind"),
+    [
+        (squares, [CLIP], [], "clipping at each micro-step"),  # behind a warm-up: coupled examples
+        (contrastive, [], [CLIP], "coupled examples"),  # it was another difference
+    ],
+    ids=["outside", "inside"],
+)
+def test_a_clip_and_what_stands_behind_it_are_told_apart(loss, outside, inside, kind, optimizer):
+    report = verify_step(clipped(loss, outside, [*inside, optimizer]), PAIRS, every=8, uneven=False)
+    assert [cause.kind for cause in report.causes] == [kind], str(report)
