@@ -169,8 +169,8 @@ class Explanation:
             yield from _filled(f"Within a call value_and_grad takes them all. {BY_ITSELF}")
         for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in self.weights if weight.guard):
             yield from _filled(
-                f"{by}, {guard}, keeps the sum from zero. A step by hand takes it as grad_weight=: else a loss whose sum "
-                "is 0 would be left out."
+                f"{by}, {guard}, keeps the sum from zero. A step by hand takes it as grad_weight=: else, where the "
+                "sum is 0, the loss would be left out."
             )
 
 
