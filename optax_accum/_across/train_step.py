@@ -186,9 +186,9 @@ def _amount_from_loss(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> C
     """A function that reads off a loss how its micro-batch counts; a sum, or what is weighed, is only checked."""
 
     def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> Amount | None:
-        from optax_accum._explain import weighing  # loaded when the first loss is read
+        from optax_accum._explain.weigher import Weigher  # loaded when the first loss is read
 
-        weigher = weighing.Weigher(fun, roles, has_aux, axes)
+        weigher = Weigher(fun, roles, has_aux, axes)
         return weigher.amount(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
 
     return read

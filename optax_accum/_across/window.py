@@ -1,7 +1,7 @@
 """The micro-step: a micro-batch joins its window, which then holds or emits.
 
 With `every=2`, call 1 adds a gradient in `join` and holds; call 2 adds one in `join` and emits: it divides the sum and
-calls the inner optimizer. `hold` itself adds nothing, so that a branch returns no sum.
+calls the inner optimizer. The addition comes before the branch between the two, so that none need return the sum.
 """
 
 import dataclasses
@@ -111,7 +111,10 @@ def micro_step(
 
 @jax.named_scope("optax_accum.add")
 def join(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
-    """Adds the micro-batch to its window, unless the policy leaves it out."""
+    """Adds the micro-batch to its window, unless the policy leaves it out.
+
+    A backward pass that adds gradients where they arise (`_across/loss.py`) has made the sum: `batch.added`.
+    """
     skip, info = rules.policy.screen(space, batch.grads, batch.amount.grad_weight, state, params)
     counts = flags.negated(skip) if rules.policy.waits else True
     amount = batch.amount.map(lambda number: flags.selected(skip, 0, number))

@@ -209,7 +209,10 @@ def _run_layers(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
 
 
 def _run_branch(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last: set[int]) -> list[Any]:
-    """Branches, of which one runs: it takes the sums, adds to them and returns them. They are finished after it."""
+    """A `lax.cond` or `lax.switch`: each branch takes the sums and returns them; the one that runs adds its gradient.
+
+    `finish` is called after the branch, for another device may be in another one.
+    """
     index, *operands = values
 
     def run_one(program: Any, operands: Sequence[Any], given: dict[int, Any]) -> Any:

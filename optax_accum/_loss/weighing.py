@@ -18,8 +18,8 @@ MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_an
 class Amount(NamedTuple):
     """What a micro-batch adds to a window, whose gradient is `sum(grad_weight * gradient) / sum(weight)`.
 
-    The two are one number, the denominator of its loss, unless that is kept from zero: `total / maximum(count, 1)` has
-    `weight=count` and `grad_weight=maximum(count, 1)`, so that its total is added where nothing is counted, too.
+    Both are the denominator of its loss, unless the loss keeps that from zero: `total / maximum(count, 1)` has
+    `weight=count` and `grad_weight=maximum(count, 1)`, so that its total is added where the count is 0, too.
     """
 
     weight: Weight
@@ -32,7 +32,7 @@ class Amount(NamedTuple):
 
     @classmethod
     def of_ratio(cls, total: Any, count: Any) -> "Amount":
-        """That of a `Ratio`: where it counts nothing its total is added, but not if it is 0 times a mean of nothing."""
+        """That of a `Ratio`: if its count is 0, a finite total is added, and one of 0 * (0 / 0) is left out."""
         adds = (count != 0) | jnp.isfinite(total)
         return cls(count, jnp.where(adds, ratio.kept_from_zero(count), 0))
 

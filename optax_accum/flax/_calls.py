@@ -14,7 +14,7 @@ from optax_accum._arguments.rows import count_rows
 from optax_accum._core.state import holds_partial_sums
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Axes, Tree
-from optax_accum._explain.weighing import Weigher
+from optax_accum._explain.weigher import Weigher
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided, kept_from_zero
 from optax_accum._loss.weighing import Amount
 from optax_accum._space.device import Device
