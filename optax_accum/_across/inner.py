@@ -107,8 +107,9 @@ def _beginning(state: Tree) -> str:
 
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
-    """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
-    meant = spelling.misspelt(names - set(signature_of(inner.update).keywords), ("weight", "flush"))
+    """Raises for a misspelt `weight`, say, which would pass for an argument of `inner` and be lost."""
+    own = "weight", "grad_weight", "flush"
+    meant = spelling.misspelt(names - set(signature_of(inner.update).keywords), own)
     for name in ignored_args(inner, meant, args, extra_args):
         raise TypeError(
             f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "

@@ -53,11 +53,21 @@ class Loss:
     amount_from_loss: Callable[..., Amount | None] | None = None  # reads off the loss how a micro-batch counts
     holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
-    def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, flush: Flag | None) -> Done:
+    def add(
+        self,
+        device: Device,
+        call: Call,
+        acc: Tree | None,
+        weight: Any,
+        index: Any,
+        *,
+        flush: Flag | None,
+        in_window: bool = True,
+    ) -> Done:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
         Without `acc` the gradient is returned instead. `flush`: whether this micro-batch closes the window, None if
-        nobody has said it.
+        nobody has said it. `in_window`: whether the optimizer adds calls up.
         """
         call = device.localized(call, call.params).fold_key(index)
 
@@ -66,7 +76,7 @@ class Loss:
 
         params = call.arguments[0]
         traced, compute = _traced(device, fun, params)
-        weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced))
+        weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced), in_window)
         together = device.runs_together(traced)
         if acc is not None:
             matching.check_sums(acc, params)
@@ -93,7 +103,7 @@ class Loss:
             how = dataclasses.replace(how, finish=ending.finish)
             known = None if amount is None else amount.grad_weight
             acc, squares, (loss, value, counted) = add_last(acc, run, known, index == 0, how=how, vary=device.vary)
-            amount = amount or counted
+            amount = counted if amount is None else amount
         elif amount is not None:
             acc, squares, (loss, value, _) = add(acc, run, amount.grad_weight)
         else:
@@ -124,7 +134,7 @@ class Loss:
         return Adding(self.meter.no_squares(params), traced.is_short or traced.has_rule)
 
     def _weighing(
-        self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor
+        self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor, in_window: bool
     ) -> ByWeight | ByCount:
         """How a micro-batch is weighed; `loss` holds shapes."""
         check_loss(loss)
@@ -134,7 +144,7 @@ class Loss:
             self._check_ratio(is_weighed)
         read = self._read(device, call, is_weighed=is_ratio or is_weighed)
         if is_ratio:
-            return ByCount(mean_and_factor)
+            return ByCount(mean_and_factor, in_window)
         own = self._amount(call, read) if weight is None else Amount.of(checks.as_weight(weight))
         factor = mean_and_factor(own.grad_weight)[1]
         return ByWeight(own.map(lambda number: mean_and_factor(number)[0]), factor)

@@ -11,6 +11,7 @@ from optax_accum._arguments import checks, results
 from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Tree, Weight
+from optax_accum._loss.weighing import Amount
 from optax_accum._shared.arrays import short
 from optax_accum._shared.checks import one_of
 from optax_accum._space.space import Space
@@ -23,7 +24,7 @@ class Policy(NamedTuple):
     """Decides about a micro-batch that is not finite.
 
     Attributes:
-      screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
+      screen: `(space, grads, amount, state, params) -> (skip, info)`, before it joins: is it left out?
       waits: whether a micro-batch that is left out is no micro-step: the window waits for another.
       accepts: `(space, total, weight) -> flag`: whether a window whose weight can divide its sum may emit it.
       needs_sum: whether `accepts` reads the sum, so that only a window that closes asks.
@@ -34,7 +35,7 @@ class Policy(NamedTuple):
       text: the value of `nonfinite`, for a message.
     """
 
-    screen: Callable[[Space, Tree, Weight, AccumulationState, Tree], tuple[Flag, Tree]]
+    screen: Callable[[Space, Tree, Amount, AccumulationState, Tree], tuple[Flag, Tree]]
     waits: bool = False
     accepts: Callable[[Space, Tree, Weight], Flag] = lambda space, total, weight: True
     needs_sum: bool = False
@@ -111,12 +112,12 @@ def as_policy(nonfinite: Any) -> Policy:
     return TABLE[one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
 
 
-def _join_all(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+def _join_all(space: Space, grads: Tree, amount: Amount, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
     return False, state.skip_state
 
 
-def _leave_out(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
-    return space.nonfinite((grads, weight), weight != 0), state.skip_state
+def _leave_out(space: Space, grads: Tree, amount: Amount, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+    return space.nonfinite((grads, amount.numbers), amount.counts), state.skip_state
 
 
 def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
@@ -134,7 +135,7 @@ TABLE = {
 def _from_callable(skip: Skip) -> Policy:
     """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
     answer, blank = _remembering(skip, _Form("A callable nonfinite", "skip"))
-    return Policy(lambda space, grads, weight, *rest: answer(grads, *rest), waits=True, blank=blank)
+    return Policy(lambda space, grads, amount, *rest: answer(grads, *rest), waits=True, blank=blank)
 
 
 def _from_window_rule(rule: Skip) -> Policy:

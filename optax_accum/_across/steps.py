@@ -71,9 +71,13 @@ class Step:
             keywords = keywords._replace(weight=self.weighed(space, keywords.weight, state))
         index = micro_step_of(state, keyed=call.rng is not None)
         closes = self.closes(state, keywords.flush)
-        add = functools.partial(self.loss.add, flush=closes)
+        add = functools.partial(self.loss.add, flush=closes, in_window=self.adds_up(state))
         done, _ = space.run(lambda *local: (add(*local), None), call, self._acc(state), keywords.weight, index)
         return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
+
+    def adds_up(self, state: Tree) -> bool:
+        """Whether the optimizer, or a part of it, adds calls up."""
+        return any(map(has_several, states_in(state)))
 
     def closes(self, state: Tree, flush: Any) -> Flag | None:
         """Whether this micro-step closes its window; None if nobody has said it."""
@@ -95,13 +99,13 @@ class Step:
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """The parameters and the state after the micro-batch."""
-        amount = keywords.read or done.amount
+        amount = done.amount if keywords.read is None else keywords.read
         named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.amount.weight, jax.Array)
         check_no_other_window(state, "value_and_apply_gradients")
         if named:
             counted = {"weight": amount.weight}
         else:
-            counted = {"rows": amount.weight if keywords.read else int(amount.weight)}
+            counted = {"rows": int(amount.weight) if keywords.read is None else amount.weight}
         if amount.grad_weight is not amount.weight:
             counted["grad_weight"] = amount.grad_weight
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
@@ -123,7 +127,7 @@ class Step:
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
-        if self.amount_from_loss is None or not call.batch or not any(map(has_several, states_in(state))):
+        if self.amount_from_loss is None or not call.batch or not self.adds_up(state):
             return keywords
         is_weighed = keywords.weight is not None or self.loss.weight_fn is not None
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
@@ -138,6 +142,11 @@ class Step:
 
     def _check_read(self, extra_args: Mapping[str, Any], state: Tree, params: Tree) -> None:
         """Raises for a keyword argument that nobody reads, such as one that `fun` takes as one of its **kwargs."""
+        if "grad_weight" in extra_args:
+            raise TypeError(
+                "value_and_apply_gradients reads off the loss what multiplies its gradient: grad_weight= is given. "
+                "Leave weight= and grad_weight= out; or call apply_gradients, which takes both."
+            )
         args = params, self.inner_state(state), params
         names = extra_args.keys() - self._inner_names
         check_extra_args(self.inner, names, args, extra_args)

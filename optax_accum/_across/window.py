@@ -115,7 +115,7 @@ def join(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumulatio
 
     A backward pass that adds gradients where they arise (`_across/loss.py`) has made the sum: `batch.added`.
     """
-    skip, info = rules.policy.screen(space, batch.grads, batch.amount.grad_weight, state, params)
+    skip, info = rules.policy.screen(space, batch.grads, batch.amount, state, params)
     counts = flags.negated(skip) if rules.policy.waits else True
     amount = batch.amount.map(lambda number: flags.selected(skip, 0, number))
     weight = amount.weight
@@ -170,7 +170,7 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
     if (asked := was_asked(batch.flush)) is not False:
-        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.grad_weight) != 0)
+        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.weight) != 0)
     left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
     loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
     return Closing(flags.known(emits), flags.known(has_micro_batch), flags.known(loses_samples))

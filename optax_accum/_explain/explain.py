@@ -108,8 +108,9 @@ def explain(
         added: the sum itself. Steps that read their loss multiply by what
         it divides by (`grad_weight`), so that a micro-batch whose sum is 0,
         or 0.5 under `maximum(sum, 1)`, adds what it adds in the whole
-        batch. As a `weight_fn` it is exact where that sum is at least the
-        number, or is 0 and so is the loss.
+        batch; a quotient that is 0 where the sum is 0 adds nothing there.
+        As a `weight_fn` it is exact where that sum is at least the number,
+        or is 0 and so is the loss.
       * A sum over rows that nothing divides: 1, and `reduction` is "sum".
         Beside a term that takes no rows: none, for that term would count in
         every call.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import dtypes
-from optax_accum._core.types import Weight
+from optax_accum._core.types import Flag, Weight
 from optax_accum._loss import ratio
 
 MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_and_factor`
@@ -36,9 +37,19 @@ class Amount(NamedTuple):
         adds = (count != 0) | jnp.isfinite(total)
         return cls(count, jnp.where(adds, ratio.kept_from_zero(count), 0))
 
+    @property
+    def numbers(self) -> tuple[Weight, ...]:
+        """The two; the one if they are the same."""
+        return (self.weight,) if self.grad_weight is self.weight else self
+
+    @property
+    def counts(self) -> Flag:
+        """Whether one of them is not 0."""
+        return functools.reduce(operator.or_, (number != 0 for number in self.numbers))
+
     def map(self, fun: Callable[[Weight], Weight]) -> "Amount":
-        weight = fun(self.weight)
-        return Amount(weight, weight if self.grad_weight is self.weight else fun(self.grad_weight))
+        weight, *other = map(fun, self.numbers)
+        return Amount(weight, *(other or [weight]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +76,19 @@ class ByWeight:
 class ByCount:
     """A micro-batch of a window whose loss is a `Ratio`: its count is its weight.
 
-    If the loss communicates between devices, its weight is the mean of their counts.
+    If the loss communicates between devices, its weight is the mean of their counts. In a window a count of 0 leaves
+    its total; elsewhere the loss and its gradient are then 0.
     """
 
     mean_and_factor: MeanAndFactor
+    in_window: bool
     amount: None = None  # known only after the loss has run
 
     def scaled(self, loss: ratio.Ratio) -> jax.Array:
-        by = ratio.kept_from_zero(self.counted(loss).weight)
-        return _times(ratio.divided(jnp.asarray(loss.total), by), 1.0)
+        count = jnp.asarray(self.counted(loss).weight)
+        return _times(
+            ratio.divided(jnp.asarray(loss.total), ratio.kept_from_zero(count) if self.in_window else count), 1.0
+        )
 
     def counted(self, loss: ratio.Ratio) -> Amount:
         return Amount.of_ratio(loss.total, self.mean_and_factor(loss.count)[0])

@@ -171,6 +171,29 @@ def test_a_ratio_of_0_times_a_mean_of_nothing_adds_nothing():
     np.testing.assert_allclose(trained(weighed), W - jax.grad(mean)(W, BATCH), rtol=1e-5)
 
 
+@pytest.mark.sweep
+def test_a_ratio_that_counts_nothing_changes_nothing_where_no_window_adds_it_up():
+    nothing = lambda w, batch: optax_accum.Ratio(jnp.sum(errors(w, batch)), 0.0 * jnp.sum(batch["mask"]))
+    np.testing.assert_array_equal(trained(nothing, tx=optax.sgd(1.0)), W)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("nonfinite", ["skip", "omit"])
+def test_a_weight_that_is_a_nan_is_left_out_beside_a_grad_weight(nonfinite):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, nonfinite=nonfinite)
+    weights = {"weight": jnp.float32(jnp.nan), "grad_weight": 1.0}
+    now, state = optax_accum.apply_gradients(tx, jnp.ones(3), tx.init(W), W, **weights)
+    np.testing.assert_array_equal(now, W)
+    assert state.skipped == 1
+
+
+@pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
+def test_grad_weight_is_not_for_a_step_that_reads_its_loss(outside):
+    tx = optax.chain(*outside, optax_accum.accumulate_gradients(optax.sgd(1.0), 3))
+    with pytest.raises(TypeError, match="reads off the loss what multiplies its gradient"):
+        trained(masked, tx=tx, weight=1.0, grad_weight=1.0)
+
+
 def test_a_denominator_that_is_kept_from_zero_elsewhere_changes_nothing():
     """In a metric beside the loss; and a guard of 1 is none for a mean of a mask, which is never more."""
 
