@@ -146,8 +146,8 @@ class Loss:
         if is_ratio:
             return ByCount(mean_and_factor, in_window)
         own = self._amount(call, read) if weight is None else Amount.of(checks.as_weight(weight))
-        factor = mean_and_factor(own.grad_weight)[1]
-        return ByWeight(own.map(lambda number: mean_and_factor(number)[0]), factor)
+        means, factors = zip(*map(mean_and_factor, own.numbers), strict=True)
+        return ByWeight(Amount(means[0], means[-1]), factors[-1])
 
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:

@@ -190,7 +190,8 @@ class TrainState(train_state.TrainState, kw_only=True):
             that does not count rows (tokens), pass the number of rows:
             otherwise the merged statistics are wrong, without an error.
           **kwargs: fields of the state are replaced, as in Flax
-            (`batch_stats` as above); all else goes to the optimizer.
+            (`batch_stats` as above); all else, such as `grad_weight`, goes
+            to the optimizer.
 
         Raises:
           TypeError: a metric that is no real number; an extra argument that

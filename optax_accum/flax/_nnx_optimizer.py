@@ -110,7 +110,7 @@ class Optimizer(nnx.Optimizer):
             default. BatchNorm takes the mean over rows, so with a `weight`
             that does not count rows (tokens), pass the number of rows:
             otherwise the merged statistics are wrong, without an error.
-          **kwargs: for the optimizer.
+          **kwargs: for the optimizer, such as `grad_weight`.
 
         Raises:
           TypeError: a metric that is no real number; an extra argument that
