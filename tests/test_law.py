@@ -210,7 +210,7 @@ def test_integers_among_the_parameters_stay(path):
     check(paths.PATHS[path], FEW, integers=True)
 
 
-@pytest.mark.parametrize("use", paths.USES)
+@pytest.mark.parametrize("use", sweep(paths.USES, but=["chooses", "gathers", "scans", "ties"]))
 @pytest.mark.parametrize("path", ["value_and_apply_gradients", *sweep(["value_and_grad, eager"])])
 def test_whatever_a_loss_does_with_a_parameter(path, use):
     check(paths.PATHS[path], (use,))
@@ -289,7 +289,7 @@ def test_each_device_keeps_a_shard_of_the_sum(path):
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("value_and_grad", "Auto beside Explicit"), ("value_and_apply_gradients", "Explicit beside Auto")],
+    [("value_and_grad", "Auto beside Explicit"), *sweep([("value_and_apply_gradients", "Explicit beside Auto")])],
 )
 def test_a_sum_that_crosses_the_network_in_bfloat16(path, kind):
     """To one rounding of each device's part, and one of their sum."""

@@ -316,6 +316,7 @@ def assert_the_update_of_the_whole_batch(path, sizes, weighted):
     assert all(np.max(np.abs(params[name] - kernel)) > 1e-2 for name, kernel in KERNELS.items())
 
 
+@pytest.mark.sweep
 def test_a_mean_of_means_breaks_it():
     """The comparison can fail: the same uneven partition without its weights."""
     params, *_ = oracle(weighted=False)

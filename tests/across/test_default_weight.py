@@ -265,7 +265,7 @@ def test_a_device_of_padding_alone_counts_nothing_with_every_1(monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (normalised, "each row takes a mean over rows, test_default_weight.py:"),
+        *sweep([(normalised, "each row takes a mean over rows, test_default_weight.py:")]),
         (two_means, r"divided by the sum over rows at test_default_weight.py:\d+ and by the number of rows"),
         (total, r"divided by no count of them \(test_default_weight.py:\d+\)"),
     ],

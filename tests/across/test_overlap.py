@@ -101,6 +101,7 @@ def of_nothing(params, batch):
     return optax_accum.Ratio(count * over_mask(params, batch), count)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fun", "options"), [*sweep([WAYS["weights"][:2]]), (of_nothing, {})], ids=["weights", "Ratio"]
 )

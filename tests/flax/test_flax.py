@@ -847,6 +847,7 @@ def test_the_weight_that_flax_takes_for_a_field():
     assert ours.apply_gradients(grads=grads, weight=3.0).opt_state.weight == 3
 
 
+@pytest.mark.sweep
 @since(0, 8, why="a constraint over other axes inside a shard_map over some")
 def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
     """`nn.get_partition_spec` places each row on its device."""

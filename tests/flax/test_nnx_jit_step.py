@@ -12,6 +12,7 @@ from flax import nnx
 import optax_accum
 from optax_accum.flax._versions import as_pure
 from optax_accum.flax.nnx import Optimizer, jit_step, train_step
+from tests.tiers import sweep
 from tests.versions import flax_before
 
 needs_masked = pytest.mark.skipif(flax_before(0, 12), reason="Flax 0.12: a masked state")
@@ -73,7 +74,7 @@ def after(step, nodes, flushes=(None,) * 6):
 FLUSHES = (False, True, False, False, True, False)
 
 
-@pytest.mark.parametrize(("every", "flushes"), [(2, (None,) * 6), (None, FLUSHES)], ids=["every=2", "flush"])
+@pytest.mark.parametrize(("every", "flushes"), [*sweep([(2, (None,) * 6)]), (None, FLUSHES)], ids=["every=2", "flush"])
 def test_the_variables_are_those_after_one_program(every, flushes):
     two = jit_step(of_package())
     same(after(two, made(every), flushes), after(of_package(), made(every), flushes))
@@ -90,7 +91,7 @@ def test_a_step_of_the_user_s_own():
 
 
 @needs_masked
-@pytest.mark.parametrize("within", [True, False], ids=["in the window", "around the window"])
+@pytest.mark.parametrize("within", [True, *sweep([False])], ids=["in the window", "around the window"])
 def test_a_state_with_masked_parameters(within):
     """Flax keeps what stands for one as the value of a variable, a tree without leaves."""
 
@@ -120,6 +121,7 @@ def test_a_program_that_only_adds_takes_no_moments_and_returns_no_parameters():
     )
 
 
+@pytest.mark.sweep
 def test_a_restored_window_goes_on():
     """The number of micro-steps is read from the state that comes from elsewhere."""
     nodes, whole = made(4), made(4)

@@ -111,6 +111,7 @@ def batches(sizes, place):
 
 STEPS = {"Linen": linen, "NNX": of_nnx}
 each = pytest.mark.parametrize("trained", STEPS.values(), ids=STEPS)
+one_of = pytest.mark.parametrize("trained", [*sweep([linen]), of_nnx], ids=STEPS)  # the other is in the sweep
 
 
 def window(reduction="mean", every=3, **options):
@@ -131,7 +132,7 @@ def test_it_is_what_the_loss_divides_by(trained, tx):
     assert_whole(trained(masked, tx, SIZES, jnp.asarray), masked)
 
 
-@each
+@one_of
 def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
     """The window's sum is 1.75, of its calls 0.25, 1 and 0.5; metrics count so, too."""
     assert_whole(trained(fractional, window(), SIZES, jax.device_put), fractional)
@@ -167,11 +168,8 @@ WAYS = {
 }
 READ = [*itertools.product(WAYS, ["Auto", "Explicit"], [fractional, mean, uncounted], [each_of, looked_up])]
 IN_EACH_RUN = [
-    ("Linen", "Explicit", fractional, looked_up),
-    ("NNX", "Explicit", fractional, looked_up),
-    ("NNX", "Auto", fractional, each_of),
     ("Linen, deferred", "Auto", fractional, each_of),
-    ("without Flax", "Explicit", fractional, looked_up),
+    ("NNX", "Explicit", fractional, looked_up),
 ]
 
 
@@ -205,7 +203,7 @@ def test_each_device_checks_the_loss_of_its_rows(step, kind, options):
 
 
 @pytest.mark.parametrize(("devices", "cut"), [(4, 1), *sweep([(2, 3), (1, 2), (1, 1)])], ids=str)
-@each
+@one_of
 def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices, cut):
     """`every=1`: devices are weighed, and refused where no weight is right; one alone is the whole batch."""
     mesh = jax.make_mesh(
@@ -237,7 +235,7 @@ def test_where_no_weight_is_right_an_error_shows_the_lines(trained, loss, messag
             trained(loss, window(), SIZES, jnp.asarray, **weighed)
 
 
-@each
+@one_of
 def test_each_call_counts_by_itself_if_one_says_so(trained):
     """By its rows, or as `weight_fn` says."""
     grads = [jax.grad(normalised)(W, batch) for batch in batches(SIZES, jnp.asarray)]
@@ -376,7 +374,7 @@ def test_devices_have_masks_of_their_own(kept, two_devices):
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((12,), marks=pytest.mark.sweep), (4, 8)], ids=str)
-@each
+@one_of
 def test_a_mask_that_micro_batches_of_a_device_share_unevenly(trained, sizes, two_devices, monkeypatch):
     """Of each device's rows too: they have counts 2 and 0, and 2 and 3, in the first of these cases."""
     monkeypatch.setitem(globals(), "MASK", np.array([1, 0, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1], "f"))

@@ -202,6 +202,7 @@ UNREAD = {
 }  # a gradient of several terms, which are not of one loop
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("body", "cast"), sweep(MEASURED, but=MEASURED[-1:]))
 def test_norms_are_those_of_the_gradients_that_are_written(body, cast, request):
     """As across calls, where each micro-batch has a tree of gradients."""
@@ -285,7 +286,15 @@ AWKWARD = {
     "a barrier around a slice": lambda w, x: LAYER(x, w, lambda w, one: jax.lax.optimization_barrier(one)),
 }
 IN_A_DTYPE = [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
-AS_ANOTHER = ("in a branch", "stacked in a loop")  # as in a branch twice, as joined in a loop
+AS_ANOTHER = (  # as in a branch twice, as joined in a loop, as scanned over and handed on, as in a function twice
+    *(
+        "in a branch",
+        "stacked in a loop",
+        "scanned over and closed over",
+        "scanned over twice",
+        "a barrier around a slice",
+    ),
+)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def values(depth=DEPTH, dtype=jnp.float32, rows=ROWS):
 SHARES = [0, 0.3, 0.6, 1, 2, 4, 10]
 
 
+@pytest.mark.sweep
 def test_less_is_kept_where_more_may_run_again():
     params, x = values()
     kept = [optax_accum.explain(chain, params, x, recompute=share).kept_bytes / x.nbytes for share in SHARES]
@@ -145,7 +146,7 @@ def test_without_it_each_product_runs_once():
     assert products(0) == 3 * DEPTH - 1
 
 
-@pytest.mark.parametrize("share", sweep(SHARES[1:5], but=SHARES[2:4]))
+@pytest.mark.parametrize("share", sweep(SHARES[1:5], but=SHARES[2:3]))
 def test_no_more_runs_again_than_is_allowed(share):
     """By bytes that products move; what is cheap may run anywhere."""
     again = products(share) - products(0)
@@ -173,7 +174,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "share", "parts"), sweep(EXACT, but=EXACT[2::5][:3]))
+@pytest.mark.parametrize(("loss", "share", "parts"), sweep(EXACT, but=EXACT[2:3]))
 def test_the_gradient_is_exact(loss, share, parts, x64):
     """Also of extremes, with which rows that are made again are compared; of seven micro-batches the last are filled up."""
     args = values(depth=5, dtype=jnp.float64)

@@ -878,7 +878,7 @@ def refusing(name):
 
 
 @pytest.mark.parametrize("parts", [[5, 3], *sweep([[3, 2], [2, 5]])], ids=str)
-@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("name", sweep(REFUSING, but=["in the loss", "in a scan", "of each row"]))
 def test_a_rule_is_moved_by_no_more_than_the_loss_moves(name, parts, x64):
     ways = zip(WAYS, parts, strict=True)
     assert_whole(refusing(name), *values(dtype=jnp.float64), ways=ways)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import optax_accum
+from tests.tiers import sweep
 from tests.versions import since
 
 DEVICES, EACH, WIDTH, CLASSES = 2, 6, 4, 3
@@ -59,7 +60,7 @@ def mapped(fun, in_axes):
     return jax.pmap(fun, axis_name="batch", in_axes=in_axes, devices=jax.devices()[:DEVICES])
 
 
-@pytest.mark.parametrize("k", [1, 4], ids=["one micro-batch", "a remainder of two rows"])
+@pytest.mark.parametrize("k", [*sweep([1]), 4], ids=["one micro-batch", "a remainder of two rows"])
 def test_a_trainer_under_pmap_takes_the_gradient_of_all_rows(k):
     compute = optax_accum.value_and_grad(loss, k, has_aux=True)
     step = mapped(train_step(compute, lambda tree: lax.pmean(tree, "batch")), 0)

@@ -456,7 +456,9 @@ def host_memory_works():
 
 
 @pytest.mark.skipif(not host_memory_works(), reason="XLA on CPU moves arrays to the host inside jit from JAX 0.12 on")
-@pytest.mark.parametrize("offload", ["acc_grads", "inner_opt_state", ("acc_grads", "inner_opt_state")], ids=str)
+@pytest.mark.parametrize(
+    "offload", [*sweep(["acc_grads", "inner_opt_state"]), ("acc_grads", "inner_opt_state")], ids=str
+)
 def test_what_is_offloaded_stays_in_host_memory(data_mesh, offload):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")

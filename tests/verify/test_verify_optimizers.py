@@ -254,7 +254,7 @@ def clipped(loss, outside, inside):
 @pytest.mark.parametrize(
     ("loss", "outside", "inside", "kind"),
     [
-        (squares, [CLIP], [], "clipping at each micro-step"),  # behind a warm-up: coupled examples
+        *sweep([(squares, [CLIP], [], "clipping at each micro-step")]),  # behind a warm-up: coupled examples
         (contrastive, [], [CLIP], "coupled examples"),  # it was another difference
     ],
     ids=["outside", "inside"],

@@ -160,11 +160,15 @@ def test_a_step_of_jax_gets_jax_arrays_of_a_numpy_batch():
     def make_step(every):
         tx = optax.MultiSteps(optax.sgd(0.1), every)
 
-        def step(carry, batch):
-            (traced if isinstance(batch["x"], jax.core.Tracer) else seen).append(type(batch["x"]))
+        @jax.jit
+        def compiled(carry, batch):
             narrow = lambda w: jnp.mean((batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) ** 2)
             updates, state = tx.update(jax.grad(narrow)(carry[0]), carry[1], carry[0])
             return optax.apply_updates(carry[0], updates), state
+
+        def step(carry, batch):
+            (traced if isinstance(batch["x"], jax.core.Tracer) else seen).append(type(batch["x"]))
+            return compiled(carry, batch)
 
         params = jnp.asarray(W, jnp.float32)
         return step, (params, tx.init(params))

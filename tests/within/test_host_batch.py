@@ -53,6 +53,7 @@ def test_the_gradient_is_that_of_the_whole_batch(way, sizes, how):
     assert_whole(run(WAYS[way](loss, k))(PARAMS, jax.device_put(batch, host)), batch)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "kind"), sweep(itertools.product(WAYS, ["Auto", "Explicit"]), but=[("microbatched", "Explicit")])
 )

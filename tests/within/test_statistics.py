@@ -8,6 +8,7 @@ import pytest
 import optax_accum
 from optax_accum import statistics
 from tests.problems import normal
+from tests.tiers import sweep
 
 PARAMS = {"w": normal(0, 6, 4), "b": normal(1, 3)}
 X = normal(2, 16, 6)
@@ -40,7 +41,7 @@ def repeated(params, x):
     return jnp.mean((x @ params["w"]) ** 2) + jnp.mean(jnp.sin(params["b"].sum() * x[:, 0]))
 
 
-@pytest.mark.parametrize("loss", [linear, linear_and_more, with_decay, scaled, repeated])
+@pytest.mark.parametrize("loss", [*sweep([linear, with_decay]), linear_and_more, scaled, repeated])
 def test_each_micro_batch_has_its_own(loss):
     by_name = statistics.Options(groups={"w": "w", "b": "b"})
     run = optax_accum.value_and_grad(loss, 4, statistics=by_name)

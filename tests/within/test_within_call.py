@@ -268,6 +268,7 @@ def balance(a, b, params):
     return jnp.sum(load * jnp.log(load)) + jnp.mean(b) * params["t"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("loss", "cut"),
     [
