@@ -193,6 +193,7 @@ def test_several_terms_each_over_a_count_of_its_own(path):
     check(paths.PATHS[path], TIES, "ratios")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mean", [paths.ratio_over_mask, paths.ratios])
 def test_a_mean_of_quotients_breaks_it(mean):
     """The comparison can fail: each micro-batch's own quotient, and a mean of them over rows."""

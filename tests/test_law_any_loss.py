@@ -17,7 +17,7 @@ from tests.versions import JAX
 # One for each way in which rows are coupled, weighed or drawn, and of each dtype.
 EACH = [
     *("masked", "running_statistics", "mean", "sum_of_tokens", "batch_norm", "contrastive", "neighbours"),
-    *("a_second_key", "a_table_in_the_batch", "advantages_normalised_inside"),
+    *("a_second_key", "a_table_in_the_batch"),
 ]
 
 
@@ -187,6 +187,7 @@ def test_rows_that_are_made_again_need_the_memory_of_a_micro_batch():
 RECOMPUTED = [0.5, 4.0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("recompute", sweep(RECOMPUTED, but=[0.5]))
 def test_rows_that_cross_levels_elsewhere(recompute):
     """Each way to have them, with a remainder: of layers one by one, of which later ones take the rows, and in a scan."""

@@ -136,7 +136,7 @@ UNCOUNTED = {
 
 
 @pytest.mark.parametrize("loss", sweep(UNCOUNTED, but=["maximum", "Ratio"]))
-@pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
+@pytest.mark.parametrize("outside", [*sweep([[]]), [optax.identity()]], ids=["a window", "a window inside a chain"])
 def test_a_micro_batch_that_counts_nothing_adds_its_loss(loss, outside):
     """A Ratio, too; the loss that the inner optimizer sees is the whole batch's."""
     tx = optax.chain(*outside, optax_accum.accumulate_gradients(seeing_value(), 3, nonfinite="discard"))

@@ -61,6 +61,7 @@ def test_each_way_is_measured_in_a_process_of_its_own(table):
     assert table.rows[WHOLE].difference == 0 < table.rows[peers.OURS].difference < _problems.TOLERANCE
 
 
+@pytest.mark.sweep
 def test_a_way_that_cannot_run_says_why_and_has_no_number(table, monkeypatch):
     monkeypatch.setattr(Torch, "needs", ("a_package_that_nobody_has",))
     problem = _problems.make("MLP with Muon", size=16)

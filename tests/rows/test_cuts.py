@@ -184,6 +184,7 @@ def test_the_gradient_is_exact(loss, share, parts, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, largest)), found, want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("share", sweep([0, 0.6, 4], but=[0.6]))
 def test_rows_that_attain_an_extreme_share_its_gradient(share):
     """In float32, where a row that is made again otherwise would not be equal to it."""

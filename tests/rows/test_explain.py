@@ -352,6 +352,7 @@ def normed_layers(params, batch):
     return (h**2).mean()
 
 
+@pytest.mark.sweep
 def test_what_is_kept_falls_with_what_may_run_again():
     layers = [normal(6, 6) for _ in range(6)]
     kept = [explain(normed_layers, layers, BATCH, recompute=share).kept_bytes for share in (0, 0.6, 2, 10)]

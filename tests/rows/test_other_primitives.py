@@ -36,6 +36,7 @@ def test_one_that_is_elementwise():
     assert_in_a_loop_once_registered(made, loss, local=elementwise, is_cheap=True)
 
 
+@pytest.mark.sweep
 def test_one_of_the_last_axes():
     made = primitive("other_softmax", jax.nn.softmax)
     loss = lambda p, b: jnp.mean(made.bind(b["x"] @ p["w"]) ** 2)
@@ -43,6 +44,7 @@ def test_one_of_the_last_axes():
     assert "other_softmax" in whole(lambda p, b: jnp.mean(made.bind((b["x"] @ p["w"]).T) ** 2), *values())
 
 
+@pytest.mark.sweep
 def test_one_that_reduces_rows():
     def of_some(equation, operands, wide, over):
         return over(jnp.abs(operands[0].astype(wide(operands[0].dtype))), axis=0)

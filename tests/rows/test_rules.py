@@ -65,7 +65,7 @@ def _(primals, tangents):
     return scaled_by(x, count), 2 * count[:, None] * tangents[0]
 
 
-@loss
+@another
 def custom_jvp(p, b):
     return masked(jnp.sum(cube(dense(p, b)), 1), b)
 
@@ -245,7 +245,7 @@ def scan_over_layers_with_nothing_of_rows_carried(p, b):
     return jnp.mean(all_of_them**2) * number
 
 
-@loss
+@another
 def scan_over_layers_that_normalise(p, b):
     def body(h, w):
         centred = h - jnp.mean(h, 0, keepdims=True)
@@ -255,7 +255,7 @@ def scan_over_layers_that_normalise(p, b):
     return -masked(log_likelihood(p, b, hidden), b)
 
 
-@loss
+@another
 def scan_that_adds_up_rows(p, b):
     def body(carry, w):
         h, total = carry
@@ -266,7 +266,7 @@ def scan_that_adds_up_rows(p, b):
     return -masked(log_likelihood(p, b, hidden), b) + total / 3 + jnp.sum(largest) * total
 
 
-@loss
+@another
 def scan_over_tokens_time_major(p, b):
     def body(h, token):
         h = jnp.tanh(token @ p["w"] + h)
@@ -303,7 +303,7 @@ def map_over_blocks_of_rows(p, b):
     return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"], batch_size=4) ** 2)
 
 
-@loss
+@another
 def map_over_blocks_of_rows_with_a_rest(p, b):
     return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"], batch_size=5) ** 2)
 
@@ -329,7 +329,7 @@ def fori_loop(p, b):
     return masked(jnp.sum(hidden, 1), b)
 
 
-@loss
+@another
 def fori_loop_in_a_checkpoint(p, b):
     @jax.checkpoint
     def block(p, x):
@@ -414,7 +414,7 @@ def tokens_first_merged_with_rows(p, b):
     return masked(jnp.sum(hidden, (0, 2)), b)
 
 
-@loss
+@another
 def rows_in_groups(p, b):
     reward = jnp.sum(dense(p, b), 1).reshape(-1, 4)
     return jnp.mean((reward - jnp.mean(reward, 1, keepdims=True)) ** 2)
@@ -536,7 +536,7 @@ def weights_over_their_maximum(p, b):
     return jnp.mean(weight / jnp.max(weight) * log_likelihood(p, b, dense(p, b)))
 
 
-@loss
+@another
 def normalised_advantages(p, b):
     advantage = (b["y"] - jnp.mean(b["y"])) / (jnp.std(b["y"]) + 1e-6)
     return jnp.mean(advantage * log_likelihood(p, b, dense(p, b)))

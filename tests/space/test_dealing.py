@@ -73,7 +73,7 @@ def over_devices(loss, number, kind="Auto", **options):
         return jax.jit(optax_accum.value_and_grad(loss, number, devices="data", **options))(W, X)
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [*sweep([1]), 3])
 @pytest.mark.parametrize("loss", sweep(HALVES, but=[first_half, normalised, in_a_loop]), ids=lambda loss: loss.__name__)
 def test_half_of_the_rows_is_gathered(loss, number):
     """A mean over it was refused: "a group of rows must be on one device"."""

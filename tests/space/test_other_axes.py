@@ -231,7 +231,7 @@ def updated(loss, every, **options):
 ACROSS = [summed, counted_tokens, averaged, gathered, permuted]
 
 
-@pytest.mark.parametrize("loss", sweep(ACROSS, but=[summed, counted_tokens, averaged]), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", sweep(ACROSS, but=[counted_tokens]), ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("every", [2, *sweep([1])])
 def test_across_calls_such_a_loss_says_how_much_a_micro_batch_counts(loss, every):
     want = jax.tree.map(np.subtract, PARAMS, whole(loss, True)[1])
