@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that ci.yml and docs.yml do, on one machine: half an hour on two cores. Prints the seconds of each leg.
 
-The quick tests, lint and types come first, then all tests on the newest JAX. The other legs run side by side, one on
+The quick tests, lint and types come first, then the README's tests on the newest JAX. The other legs run side by side, one on
 each core: the environments of .ci/environments.toml, the notebooks in Colab's versions from their install cell on, the
 docs with Equinox, Haiku and NumPyro, loops in PyTorch, wheel and sdist.
 
@@ -112,7 +112,7 @@ def quick(leg: Leg) -> None:
 
 
 def newest(leg: Leg) -> None:
-    """The README's command, as it stands there, and the sweep."""
+    """The README's command, as it stands there."""
     (command,) = re.findall(r"^```bash\n(.*pytest.*)\n```", (ROOT / "README.md").read_text(), re.MULTILINE)
     (row,) = (row for row in environments.rows("tests") if row["name"] == "newest")
     leg.make(row["python"])
