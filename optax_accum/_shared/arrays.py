@@ -41,8 +41,15 @@ def copied_to_host(leaf: Any) -> Callable[[], Any]:
         if not leaf.is_deleted():
             return leaf
         if not is_key:  # each device gets its part: the whole may not fit on one
-            return jax.device_put(data.copy(), leaf.sharding) if leaf.committed else jnp.array(data)
-        key = jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(leaf))
-        return jax.device_put(key, leaf.sharding) if leaf.committed else key
+            return placed_like(leaf, data.copy())
+        return placed_like(leaf, jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(leaf)))
 
     return again
+
+
+def placed_like(leaf: jax.Array, numbers: Any) -> jax.Array:
+    """Returns an array of numbers that lies where another does: on its devices, if somebody put it there.
+
+    If nobody did, nobody puts these anywhere, either: for what is put on a device, `jax.jit` compiles again.
+    """
+    return jax.device_put(numbers, leaf.sharding) if leaf.committed else jnp.asarray(numbers)

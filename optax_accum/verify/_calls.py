@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._shared.arrays import Tree, short
+from optax_accum._shared.arrays import Tree, placed_like, short
 from optax_accum._shared.checks import as_function
 from optax_accum._shared.draws import hidden_draws
 from optax_accum.verify import _carries as carries
@@ -209,7 +209,7 @@ def put_back(carry: Tree, numbers: Numbers) -> Tree:
         if (at := tuple(map(carries.key_name, path))) not in numbers:
             return leaf
         new = numbers[at].astype(leaf.dtype)
-        return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
+        return placed_like(leaf, new) if isinstance(leaf, jax.Array) else new
 
     return jax.tree.map_with_path(put, carry)
 
@@ -222,7 +222,7 @@ def _is_fine(leaf: Any) -> bool:
 def _off(leaf: Any, random: np.random.Generator) -> Any:
     by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf))
     new = (wide(leaf) * (1 + by)).astype(leaf.dtype)
-    return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
+    return placed_like(leaf, new) if isinstance(leaf, jax.Array) else new
 
 
 def spoilt(batch: Tree, rows: slice) -> Tree:

@@ -1115,3 +1115,26 @@ def test_equal_micro_batches_that_count_unequally_are_no_mean_of_means(order):
     (cause,) = verify_step(make_step, BATCH, uneven=False).causes
     assert cause.kind == "weighed by place"
     assert "In the opposite order" in cause.evidence
+
+
+@pytest.mark.parametrize(
+    "put", [lambda tree: tree, lambda tree: jax.device_put(tree, jax.devices()[1])], ids=["", "put"]
+)
+def test_a_step_gets_arrays_that_lie_as_its_own_do(put):
+    """So that `jax.jit` compiles it once for each size: for arrays that are put on a device it would once more."""
+    was_put = put(jnp.zeros(1)).committed
+    seen = set()
+
+    def make_step(every):
+        tx = optax.MultiSteps(optax.adam(0.1), every)
+        compiled = jax.jit(lambda carry, batch: tx.update(jax.grad(loss)(carry[0], batch), carry[1], carry[0]))
+
+        def step(carry, batch):
+            seen.update((leaf.committed, leaf.device) for leaf in jax.tree.leaves(carry))
+            updates, state = compiled(carry, batch)
+            return optax.apply_updates(carry[0], updates), state
+
+        return step, put((PARAMS, tx.init(PARAMS)))
+
+    assert verify_step(make_step, {name: BATCH[name] for name in "xy"}, uneven=False).holds
+    assert seen == {(was_put, put(jnp.zeros(1)).device)}
