@@ -102,6 +102,19 @@ def setup(app: Any) -> None:
     public = docstrings.public_names(map(importlib.import_module, modules))
     docstrings.setup(app, public)
     app.connect("source-read", _links_inside)
+    app.connect("html-page-context", _names_that_break)
+
+
+def _names_that_break(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """A narrow column breaks long code behind `_`, `.` and the like, not in a word."""
+    behind = lambda code: re.sub(
+        r"(?<=[\w)\]])([_.=(,/]+)(?=\w|&quot;)", r"\1<wbr>", code[0]
+    )
+    context["body"] = re.sub(
+        r'(?<=<span class="pre">)[^<]{15,}', behind, context.get("body") or ""
+    )
 
 
 def _links_inside(app: Any, page: str, source: list[str]) -> None:
