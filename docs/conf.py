@@ -108,10 +108,12 @@ def setup(app: Any) -> None:
 def _names_that_break(
     app: Any, page: str, template: str, context: dict[str, Any], tree: Any
 ) -> None:
-    """A narrow column breaks long code behind `_`, `.` and the like, not in a word."""
-    behind = lambda code: re.sub(
-        r"(?<=[\w)\]])([_.=(,/]+)(?=\w|&quot;)", r"\1<wbr>", code[0]
-    )
+    """Where code may break in a narrow column: behind `_`, `.` and the like, not in a word."""
+
+    def behind(code: re.Match[str]) -> str:
+        mark = r'\1<wbr class="long">' if len(code[0]) > 25 else r"\1<wbr>"
+        return re.sub(r"(?<=[\w)\]])([_.=(,/]+)(?=\w|&quot;)", mark, code[0])
+
     context["body"] = re.sub(
         r'(?<=<span class="pre">)[^<]{15,}', behind, context.get("body") or ""
     )
