@@ -102,6 +102,21 @@ def setup(app: Any) -> None:
     public = docstrings.public_names(map(importlib.import_module, modules))
     docstrings.setup(app, public)
     app.connect("source-read", _links_inside)
+    app.connect("html-page-context", _names_that_break)
+
+
+def _names_that_break(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """Where code may break in a narrow column: behind `_`, `.` and the like, not in a word."""
+
+    def behind(code: re.Match[str]) -> str:
+        mark = r'\1<wbr class="long">' if len(code[0]) > 25 else r"\1<wbr>"
+        return re.sub(r"(?<=[\w)\]])([_.=(,/]+)(?=\w|&quot;)", mark, code[0])
+
+    context["body"] = re.sub(
+        r'(?<=<span class="pre">)[^<]{15,}', behind, context.get("body") or ""
+    )
 
 
 def _links_inside(app: Any, page: str, source: list[str]) -> None:

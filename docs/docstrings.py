@@ -56,7 +56,12 @@ def setup(app: Any, public: dict[str, str]) -> None:
         args: str | None,
         returns: str | None,
     ) -> Any:
-        return ("(...)", returns) if "<factory>" in (args or "") else None
+        args = args or ""
+        if "<factory>" in args:
+            return "(...)", returns
+        # Sphinx cannot parse a function's repr, and would show all types whole
+        read = re.sub(r"<function [\w.]+>", "...", args)
+        return (read, returns) if read != args else None
 
     def missing(app: Any, env: Any, node: Any, content: Any) -> Any:
         path = public.get(node.get("reftarget", ""))

@@ -17,6 +17,7 @@ CARD = """\
 :link: {name}
 :link-type: doc
 :img-bottom: {name}.png
+:img-alt: A plot: {title}
 :::
 """
 
