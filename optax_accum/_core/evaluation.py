@@ -33,10 +33,14 @@ def in_order(
     equations: Iterable[Any],
     env: dict[Any, Any],
     wanted: Iterable[Any],
-    bind: Callable[[Any, Sequence[Any]], Any] = bind,
+    bind: Callable[[Any, list[Any]], Any] = bind,
+    literal: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
-    """Evaluates equations, each by `bind`, from the values of variables in `env`; returns those that are wanted."""
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    """Evaluates equations, each by `bind`, from the values of variables in `env`; returns those that are wanted.
+
+    A value may be anything that `bind` and `literal` say of an array, whether it has a derivative, say.
+    """
+    read = lambda atom: literal(atom) if isinstance(atom, core.Literal) else env[atom]
     for equation in equations:
         env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
     return list(map(read, wanted))
