@@ -3,6 +3,7 @@
 A trace of the rows of all devices has no axis of these: values that are evaluated vary along more axes than in it.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.equations import is_checkpoint, programs_of
 
 
 def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -27,6 +29,13 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def run(program: Any, values: Sequence[Any], bind: Callable[[Any, list[Any]], Any] = bind) -> list[Any]:
+    """Evaluates a traced program; `bind` evaluates one equation."""
+    jaxpr, consts = compilers.opened(program)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    return in_order(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
 def in_order(
@@ -72,6 +81,52 @@ def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:
     return frozenset[str]().union(
         *(compilers.varying_axes(value) - compilers.varying_axes(kind) for value, kind in pairs)
     )
+
+
+def run_inside(
+    equation: Any, values: Sequence[Any], run: Callable[[int, list[Any]], list[Any]], length: Any = None
+) -> list[Any]:
+    """Evaluates an equation with other programs inside, as a call, a checkpoint, a loop or a branch.
+
+    `run(number, operands)` evaluates them in place of those in `programs_of(equation)`; `length` is a scan's.
+    """
+    name = equation.primitive.name
+    if name == "scan":
+        return scanned(equation, values, functools.partial(run, 0), length)
+    if name == "while":
+        return _looped(equation, values, run)
+    if name == "cond":
+        index, *operands = values
+        branches = [functools.partial(run, number) for number in range(len(equation.params["branches"]))]
+        return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
+    body = functools.partial(run, 0)
+    return (checkpointed(equation, body) if is_checkpoint(equation) else body)(list(values))
+
+
+def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under `jax.checkpoint`, as an equation has it."""
+    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
+    return jax.checkpoint(fun, **options)
+
+
+def _looped(equation: Any, values: Sequence[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
+    """A `while`; under `vmap` each row ends by itself, and keeps its carry."""
+    predicate, body = programs_of(equation)
+    fixed = values[: len(values) - len(equation.outvars)]
+    goes_on = lambda carry: run(0, predicate.taken([*fixed, *carry]))[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        after, more = run(1, body.taken([*fixed, *carry])), goes_on(carry)
+        return [where_rows(more, new, old) for new, old in zip(after, carry, strict=True)] if more.ndim else after
+
+    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, list(values[len(fixed) :]))
+
+
+def where_rows(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """New values for rows that go on, or old ones; `more` is one flag, or one for each index of the first axes."""
+    if more.ndim:
+        more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
+    return jax.lax.select(*varying_together([more, new, old]))
 
 
 def scanned(

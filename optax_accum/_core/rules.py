@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers, evaluation
+from optax_accum._core import evaluation
+from optax_accum._core.equations import programs_of
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Any] = evaluation.bind) -> list[Any]:
-    """Evaluates a traced program; `bind` evaluates one equation."""
-    jaxpr, consts = compilers.opened(program)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    return evaluation.in_order(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
 def has_rule(equation: Any) -> bool:
@@ -84,8 +78,8 @@ _DERIVATIVES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
 
 
 def _inner(equation: Any) -> Callable[..., Any]:
-    key = next(key for key in ("call_jaxpr", "fun_jaxpr") if key in equation.params)
-    return lambda *values: tuple(run(equation.params[key], values))
+    (inner,) = programs_of(equation)
+    return lambda *values: tuple(evaluation.run(inner.program, values))
 
 
 def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import dtypes, rules, tracing
+from optax_accum._core import dtypes, evaluation, rules, tracing
 from optax_accum._core.equations import all_equations, collective_axes
 from optax_accum._core.types import Tree
 
@@ -103,7 +103,7 @@ def _close_over_values(called: Sequence[Any]) -> bool:
 
 def with_backward_pass(program: Any, types: Sequence[Any]) -> Any:
     def run(*values: Any) -> Any:
-        results, backward = jax.vjp(lambda *values: rules.run(program, values), *values)
+        results, backward = jax.vjp(lambda *values: evaluation.run(program, values), *values)
         return results, backward([zero(result) for result in results])
 
     def zero(result: jax.Array) -> Any:

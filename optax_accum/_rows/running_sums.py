@@ -150,8 +150,8 @@ def _checkpointed(equation: Any, program: Any, consts: Sequence[Any], values: Se
         indices[:] = [result.place if isinstance(result, Carried) else None for result in results]
         return [list(result.added) if isinstance(result, Carried) else result for result in results]
 
-    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
-    results = jax.checkpoint(inner, **options)([v for v in values if not isinstance(v, Carried)])
+    arrays = [v for v in values if not isinstance(v, Carried)]
+    results = evaluation.checkpointed(equation, inner)(arrays)
     before = {value.place: value.added for value in values if isinstance(value, Carried)}
     return [
         result if index is None else Carried(index, [*before[index], *result])
