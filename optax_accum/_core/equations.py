@@ -1,6 +1,6 @@
 """The equations of a traced program: operands, results, nested programs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -85,6 +85,17 @@ def every_equation(equation: Any) -> Iterator[Any]:
 def operands(equation: Any) -> list[Any]:
     """The variables that an equation takes, without literals."""
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
+
+
+def needed(program: Any, results: Iterable[int]) -> tuple[list[Any], set[Any]]:
+    """The equations that some results of a program need, or that have effects, and all variables that they read."""
+    read = {atom for atom in map(program.outvars.__getitem__, results) if isinstance(atom, core.Var)}
+    found: list[Any] = []
+    for equation in reversed(program.eqns):
+        if equation.effects or not read.isdisjoint(equation.outvars):
+            found.append(equation)
+            read.update(operands(equation))
+    return found[::-1], read
 
 
 def is_cast_down(equation: Any) -> bool:

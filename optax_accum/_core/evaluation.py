@@ -158,11 +158,6 @@ def settled(step: Callable[..., Any], carry: Any, xs: Any, given: Any = ()) -> A
     return jax.tree.map(lambda leaf, kind: varying_as([leaf], [kind])[0], carry, after)
 
 
-def varies_no_more(value: Any, kind: Any) -> bool:
-    """Whether a value varies along no axis along which a type does not."""
-    return compilers.varying_axes(value) <= compilers.varying_axes(kind)
-
-
 def varying_type(kind: Any, axes: Iterable[str]) -> Any:
     """The type of an array that varies along these axes, too."""
     missing = sorted(frozenset(axes) - compilers.varying_axes(kind))
