@@ -10,6 +10,8 @@ from optax_accum._core import compilers
 from optax_accum._shared.draws import inner_programs as inner_programs
 
 Fact = TypeVar("Fact")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
+CHECKPOINTS = ("checkpoint", "remat2")
 
 
 class Inside(NamedTuple):
@@ -119,4 +121,4 @@ _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from
 
 
 def is_checkpoint(equation: Any) -> bool:
-    return equation.primitive.name in ("checkpoint", "remat2")
+    return equation.primitive.name in CHECKPOINTS

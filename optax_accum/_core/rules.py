@@ -27,15 +27,20 @@ def rewritten(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
 
 def differentiated(equation: Any, values: Sequence[Any]) -> Any:
     """The derivative of such an equation, as its rule has it: of all its operands, and in reverse if it says how."""
-
-    def tangent_like(value: Any) -> Any:
-        return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
-
     call = functools.partial(_bound, equation)
     if equation.primitive.name.startswith("custom_jvp_call"):
-        return jax.jvp(call, values, list(map(tangent_like, values)))
-    results, backward = jax.vjp(call, *values)
-    return results, backward(jax.tree.map(tangent_like, results))
+        return jax.jvp(call, values, list(map(_tangent_like, values)))
+    return with_backward_pass(call, values)
+
+
+def with_backward_pass(fun: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """The results of a function, and the gradients by all its operands, for some cotangents."""
+    results, backward = jax.vjp(fun, *values)
+    return results, backward(jax.tree.map(_tangent_like, results))
+
+
+def _tangent_like(value: Any) -> Any:
+    return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
 
 
 def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:

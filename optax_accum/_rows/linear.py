@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import compilers, evaluation
-from optax_accum._core.equations import programs_of
+from optax_accum._core.equations import CALLS, CHECKPOINTS, programs_of
 from optax_accum._rows import derivatives, perturbation
 from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import known
@@ -62,7 +62,7 @@ def _dependences(program: Any, found: Dependences) -> Dependences:
 
 
 def _follow(eqn: Any, ins: Dependences) -> Dependences:
-    if eqn.primitive.name in _FOLLOWED:
+    if eqn.primitive.name in (*CALLS, *CHECKPOINTS, "scan"):
         (inside,) = programs_of(eqn)
         taken, outs = inside.followed(ins, _dependences, _together)
         carry = taken[inside.carried]
@@ -74,9 +74,6 @@ def _follow(eqn: Any, ins: Dependences) -> Dependences:
         Dependence.OTHER if each is Dependence.LINEAR and exact(var) else each
         for var, each in zip(eqn.outvars, outs, strict=True)
     ]
-
-
-_FOLLOWED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "scan")
 
 
 def _together(*ins: Dependence) -> Dependence:

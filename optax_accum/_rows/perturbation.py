@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, evaluation
-from optax_accum._core.equations import Inside, programs_of
+from optax_accum._core.equations import CALLS, CHECKPOINTS, Inside, programs_of
 
 Perturbed = Sequence[bool] | None  # of each operand; None: not known, so each that is inexact may
-_FOLLOWED = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "cond", "scan", "while")
+_FOLLOWED = (*CALLS, *CHECKPOINTS, "cond", "scan", "while")
 
 
 def is_inexact(var: Any) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers, evaluation
 from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import is_checkpoint, needed, programs_of
+from optax_accum._core.equations import CALLS, is_checkpoint, needed, programs_of
 from optax_accum._rows import locality
 
 
@@ -114,7 +114,7 @@ def _evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         return [carried[0]._replace(added=[*carried[0].added, other])]
     if name == "convert_element_type" and equation.params["new_dtype"] == equation.invars[0].aval.dtype:
         return carried  # what was a Python number
-    if name in ("jit", "pjit", "closed_call"):
+    if name in CALLS:
         return _evaluated(programs_of(equation)[0].program, values)
     if is_checkpoint(equation):
         return _checkpointed(equation, values)

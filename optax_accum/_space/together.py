@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import evaluation, rules
-from optax_accum._core.equations import inner_programs, programs_of
+from optax_accum._core.equations import CALLS, CHECKPOINTS, inner_programs, programs_of
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Axes, Tree
 from optax_accum._rows.places import place_of
@@ -171,11 +171,11 @@ def _listed(effects: Any) -> str:
 
 
 def _inside(devices: Together, equation: Any, values: Values) -> Values:
-    programs, is_called = programs_of(equation), equation.primitive.name not in ("cond", "scan", "while")
+    programs, is_alike = programs_of(equation), equation.primitive.name in ("cond", "scan", "while")
 
     def run(number: int, operands: Values) -> list[Any]:
         results = devices.run(programs[number].program, operands)
-        return results if is_called or not programs[number].gives else _alike(results, values)
+        return _alike(results, values) if is_alike and programs[number].gives else results
 
     return evaluation.run_inside(equation, values, run)
 
@@ -207,9 +207,8 @@ def _run_rule(devices: Together, equation: Any, values: Values) -> Values:
     return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat2", "scan")
 _EVALUATED: dict[str, Callable[[Together, Any, Values], Values]] = {
-    **dict.fromkeys(_CALLS, _inside),
+    **dict.fromkeys((*CALLS, *CHECKPOINTS, "scan"), _inside),
     "cond": _cond,
     "custom_linear_solve": _linear_solve,
     "while": _while,
