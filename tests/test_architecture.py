@@ -267,7 +267,6 @@ ALSO = {  # that ask something else by the same name
     "_core/rules": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL"},
     "_within/some_rows": {"PARTIAL"},
-    "_core/traced": {"vjp"},  # a look at a backward pass
     "_rows/levels": {"PARTIAL"},  # of rows
     "_rows/leveling": {"PARTIAL"},
     "_rows/division": {"PARTIAL", "is_partial"},

@@ -16,7 +16,7 @@ from jax.extend import core
 from optax_accum._across import on_host
 from optax_accum._across.calls import SplitCall, around_states, counters_of
 from optax_accum._across.on_host import Decided, Decision, NotOnHostError
-from optax_accum._core.equations import operands
+from optax_accum._core.equations import needed
 from optax_accum._core.state import map_states, states_in
 from optax_accum._core.types import Tree
 
@@ -194,8 +194,8 @@ def _compiled(
     jaxpr, of_inputs, of_results = program.jaxpr, _leaves_of(ins), _leaves_of(outs)
     passed = _passed(jaxpr, ins, outs)
     made = [number for number in range(len(outs)) if number not in passed]
-    equations, read_leaves = _needed(jaxpr, [place for number in made for place in of_results[number]])
-    read = [number for number, leaves in enumerate(of_inputs) if not read_leaves.isdisjoint(leaves)]
+    equations, variables = needed(jaxpr, [place for number in made for place in of_results[number]])
+    read = [n for n, leaves in enumerate(of_inputs) if any(jaxpr.invars[place] in variables for place in leaves)]
     donated = [number for number in read if number < may_donate and number not in passed.values()]
     kept = [number for number in read if number not in donated]
     evaluate = core.jaxpr_as_fun(program.replace(jaxpr=jaxpr.replace(eqns=equations)))
@@ -248,18 +248,6 @@ def _sources(jaxpr: Any) -> list[int | None]:
                 if atom is not None and not isinstance(atom, core.Literal) and atom in numbers:
                     numbers[var] = numbers[atom]
     return [None if isinstance(atom, core.Literal) else numbers.get(atom) for atom in jaxpr.outvars]
-
-
-def _needed(jaxpr: Any, results: Sequence[int]) -> tuple[list[Any], set[int]]:
-    """The equations on which these results depend, or that have effects, and which inputs are read."""
-    atoms = [jaxpr.outvars[number] for number in results]
-    needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
-    equations = []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed.update(operands(equation))
-    return equations[::-1], {place for place, var in enumerate(jaxpr.invars) if var in needed}
 
 
 def _chooses(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

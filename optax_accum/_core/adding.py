@@ -76,7 +76,6 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
     left = collections.Counter(place for places in terms.of.values() for place in places)
     left.update(slice_.place for slices in terms.slices.values() for slice_ in slices)
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
     def add(var: Any, part: Any, *, is_added: bool = False) -> None:
         for place in terms.of.get(var, ()):
@@ -93,28 +92,29 @@ def _run(jaxpr: Any, values: Sequence[Any], sums: dict[int, Sum], begun: dict[An
         if not left[place]:
             sums[place].end()
 
-    for var in (*jaxpr.constvars, *jaxpr.invars):
-        add(var, env[var])
-    for equation in jaxpr.eqns:
-        if id(equation) in terms.skipped:
-            continue
+    def bind(equation: Any, operands: list[Any]) -> Sequence[Any]:
         places = [at for at in range(len(equation.outvars)) if (id(equation), at) in terms.inside]
         inside = {at: terms.of[equation.outvars[at]][0] for at in places}
         last = {at for at, place in inside.items() if left[place] == 1}
         sums_there = {at: sums[place] for at, place in inside.items()}
-        operands = list(map(read, equation.invars))
         if inside:
             results = _INSIDE[equation.primitive.name](equation, operands, sums_there, last)
         else:
             results = evaluation.bind(equation, operands)
         for at, (var, result) in enumerate(zip(equation.outvars, results, strict=True)):
-            env[var] = result
             add(var, result, is_added=at in inside)
+        return results
+
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        add(var, env[var])
+    equations = [equation for equation in jaxpr.eqns if id(equation) not in terms.skipped]
+    others = [atom for place, atom in enumerate(jaxpr.outvars) if place not in sums]
+    found = iter(evaluation.in_order(equations, env, others, bind))
     for place, one in sums.items():
         if isinstance(jaxpr.outvars[place], core.Literal):
             one.add(jaxpr.outvars[place].val)
             one.end()
-    return [None if place in sums else read(atom) for place, atom in enumerate(jaxpr.outvars)]
+    return [None if place in sums else next(found) for place in range(len(jaxpr.outvars))]
 
 
 def _together_first(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from optax_accum._core import compilers, rules, tracing
+from optax_accum._core import compilers, evaluation, rules, tracing
 from optax_accum._core.equations import every_equation
 from optax_accum._core.leaves import is_array, parted
 
@@ -42,7 +42,7 @@ def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         arrays, filled = parted(args, is_array)
         program, shapes = jax.make_jaxpr(lambda arrays: fun(*filled(arrays)), return_shape=True)(arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), rules.run(Rewriting().program(program), arrays))
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluation.run(Rewriting().program(program), arrays))
 
     return run
 

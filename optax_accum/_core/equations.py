@@ -1,12 +1,74 @@
 """The equations of a traced program: operands, results, nested programs."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.extend import core
 
+from optax_accum._core import compilers
 from optax_accum._shared.draws import inner_programs as inner_programs
+
+Fact = TypeVar("Fact")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
+CHECKPOINTS = ("checkpoint", "remat2")
+
+
+class Inside(NamedTuple):
+    """A program that an equation runs: a body, a branch, a function.
+
+    Attributes:
+      program: the program, with or without its constants.
+      takes: which operands of the equation it takes, by their places.
+      carried: which of its inputs an iteration of a loop hands to the next, as its first results.
+      gives: whether its results are the equation's; else they only tell if a loop goes on.
+    """
+
+    program: Any
+    takes: Sequence[int]
+    carried: slice = slice(0, 0)
+    gives: bool = True
+
+    def taken(self, operands: Sequence[Fact]) -> list[Fact]:
+        """The operands that it takes, out of all of the equation's."""
+        return [operands[place] for place in self.takes]
+
+    def followed(
+        self,
+        known: Sequence[Fact],
+        follow: Callable[[Any, list[Fact]], list[Fact]],
+        join: Callable[[Fact, Fact], Fact],
+    ) -> tuple[list[Fact], list[Fact]]:
+        """What is known of its inputs and of its results, from what is known of the equation's operands.
+
+        `follow` tells it for one iteration. In a loop it is followed again until what an iteration carries on joins
+        nothing new to what it takes.
+        """
+        ins = self.taken(known)
+        outs = follow(self.program, ins)
+        while before := ins[self.carried]:
+            after = [join(*pair) for pair in zip(before, outs, strict=False)]
+            if after == before:
+                break
+            ins[self.carried] = after
+            outs = follow(self.program, ins)
+        return ins, outs
+
+
+def programs_of(equation: Any) -> list[Inside]:
+    """The programs that an equation runs, but for those of a reduction, a solver or a derivative."""
+    name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))
+    if name == "scan":
+        consts, carried = compilers.sizes_of_scan(equation)
+        return [Inside(params["jaxpr"], places, slice(consts, consts + carried))]
+    if name == "while":
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        takes = [*places[:of_cond], *places[of_cond + of_body :]]
+        goes_on = Inside(params["cond_jaxpr"], takes, gives=False)
+        return [goes_on, Inside(params["body_jaxpr"], places[of_cond:], slice(of_body, None))]
+    if name == "cond":
+        return [Inside(branch, places[1:]) for branch in params["branches"]]
+    return [Inside(params[key], places) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
 
 
 def all_equations(program: Any) -> Iterator[Any]:
@@ -25,6 +87,17 @@ def every_equation(equation: Any) -> Iterator[Any]:
 def operands(equation: Any) -> list[Any]:
     """The variables that an equation takes, without literals."""
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
+
+
+def needed(program: Any, results: Iterable[int]) -> tuple[list[Any], set[Any]]:
+    """The equations that some results of a program need, or that have effects, and all variables that they read."""
+    read = {atom for atom in map(program.outvars.__getitem__, results) if isinstance(atom, core.Var)}
+    found: list[Any] = []
+    for equation in reversed(program.eqns):
+        if equation.effects or not read.isdisjoint(equation.outvars):
+            found.append(equation)
+            read.update(operands(equation))
+    return found[::-1], read
 
 
 def is_cast_down(equation: Any) -> bool:
@@ -48,4 +121,4 @@ _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from
 
 
 def is_checkpoint(equation: Any) -> bool:
-    return equation.primitive.name in ("checkpoint", "remat2")
+    return equation.primitive.name in CHECKPOINTS

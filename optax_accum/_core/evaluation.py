@@ -3,6 +3,7 @@
 A trace of the rows of all devices has no axis of these: values that are evaluated vary along more axes than in it.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.equations import is_checkpoint, programs_of
 
 
 def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -29,14 +31,25 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return results if equation.primitive.multiple_results else [results]
 
 
+def run(program: Any, values: Sequence[Any], bind: Callable[[Any, list[Any]], Any] = bind) -> list[Any]:
+    """Evaluates a traced program; `bind` evaluates one equation."""
+    jaxpr, consts = compilers.opened(program)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    return in_order(jaxpr.eqns, env, jaxpr.outvars, bind)
+
+
 def in_order(
     equations: Iterable[Any],
     env: dict[Any, Any],
     wanted: Iterable[Any],
-    bind: Callable[[Any, Sequence[Any]], Any] = bind,
+    bind: Callable[[Any, list[Any]], Any] = bind,
+    literal: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
-    """Evaluates equations, each by `bind`, from the values of variables in `env`; returns those that are wanted."""
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    """Evaluates equations, each by `bind`, from the values of variables in `env`; returns those that are wanted.
+
+    A value may be anything that `bind` and `literal` say of an array, whether it has a derivative, say.
+    """
+    read = lambda atom: literal(atom) if isinstance(atom, core.Literal) else env[atom]
     for equation in equations:
         env.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
     return list(map(read, wanted))
@@ -70,6 +83,52 @@ def varying_more(values: Sequence[Any], kinds: Sequence[Any]) -> frozenset[str]:
     )
 
 
+def run_inside(
+    equation: Any, values: Sequence[Any], run: Callable[[int, list[Any]], list[Any]], length: Any = None
+) -> list[Any]:
+    """Evaluates an equation with other programs inside, as a call, a checkpoint, a loop or a branch.
+
+    `run(number, operands)` evaluates them in place of those in `programs_of(equation)`; `length` is a scan's.
+    """
+    name = equation.primitive.name
+    if name == "scan":
+        return scanned(equation, values, functools.partial(run, 0), length)
+    if name == "while":
+        return _looped(equation, values, run)
+    if name == "cond":
+        index, *operands = values
+        branches = [functools.partial(run, number) for number in range(len(equation.params["branches"]))]
+        return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
+    body = functools.partial(run, 0)
+    return (checkpointed(equation, body) if is_checkpoint(equation) else body)(list(values))
+
+
+def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under `jax.checkpoint`, as an equation has it."""
+    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
+    return jax.checkpoint(fun, **options)
+
+
+def _looped(equation: Any, values: Sequence[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
+    """A `while`; under `vmap` each row ends by itself, and keeps its carry."""
+    predicate, body = programs_of(equation)
+    fixed = values[: len(values) - len(equation.outvars)]
+    goes_on = lambda carry: run(0, predicate.taken([*fixed, *carry]))[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        after, more = run(1, body.taken([*fixed, *carry])), goes_on(carry)
+        return [where_rows(more, new, old) for new, old in zip(after, carry, strict=True)] if more.ndim else after
+
+    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, list(values[len(fixed) :]))
+
+
+def where_rows(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """New values for rows that go on, or old ones; `more` is one flag, or one for each index of the first axes."""
+    if more.ndim:
+        more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
+    return jax.lax.select(*varying_together([more, new, old]))
+
+
 def scanned(
     equation: Any, values: Sequence[Any], body: Callable[[list[Any]], Any], length: Any = None, *, settles: bool = False
 ) -> list[Any]:
@@ -97,11 +156,6 @@ def settled(step: Callable[..., Any], carry: Any, xs: Any, given: Any = ()) -> A
         return carry
     after, _ = jax.eval_shape(step, carry, jax.tree.map(lambda leaf: leaf[0], xs))
     return jax.tree.map(lambda leaf, kind: varying_as([leaf], [kind])[0], carry, after)
-
-
-def varies_no_more(value: Any, kind: Any) -> bool:
-    """Whether a value varies along no axis along which a type does not."""
-    return compilers.varying_axes(value) <= compilers.varying_axes(kind)
 
 
 def varying_type(kind: Any, axes: Iterable[str]) -> Any:

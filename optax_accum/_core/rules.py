@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers, evaluation
+from optax_accum._core import evaluation
+from optax_accum._core.equations import programs_of
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def run(program: Any, values: Sequence[Any], bind: Callable[[Any, Sequence[Any]], Any] = evaluation.bind) -> list[Any]:
-    """Evaluates a traced program; `bind` evaluates one equation."""
-    jaxpr, consts = compilers.opened(program)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    return evaluation.in_order(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
 def has_rule(equation: Any) -> bool:
@@ -33,15 +27,20 @@ def rewritten(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
 
 def differentiated(equation: Any, values: Sequence[Any]) -> Any:
     """The derivative of such an equation, as its rule has it: of all its operands, and in reverse if it says how."""
-
-    def tangent_like(value: Any) -> Any:
-        return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
-
     call = functools.partial(_bound, equation)
     if equation.primitive.name.startswith("custom_jvp_call"):
-        return jax.jvp(call, values, list(map(tangent_like, values)))
-    results, backward = jax.vjp(call, *values)
-    return results, backward(jax.tree.map(tangent_like, results))
+        return jax.jvp(call, values, list(map(_tangent_like, values)))
+    return with_backward_pass(call, values)
+
+
+def with_backward_pass(fun: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """The results of a function, and the gradients by all its operands, for some cotangents."""
+    results, backward = jax.vjp(fun, *values)
+    return results, backward(jax.tree.map(_tangent_like, results))
+
+
+def _tangent_like(value: Any) -> Any:
+    return value if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.dtypes.float0)
 
 
 def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
@@ -84,8 +83,8 @@ _DERIVATIVES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
 
 
 def _inner(equation: Any) -> Callable[..., Any]:
-    key = next(key for key in ("call_jaxpr", "fun_jaxpr") if key in equation.params)
-    return lambda *values: tuple(run(equation.params[key], values))
+    (inner,) = programs_of(equation)
+    return lambda *values: tuple(evaluation.run(inner.program, values))
 
 
 def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:

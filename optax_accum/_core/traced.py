@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
@@ -99,15 +97,3 @@ def _close_over_values(called: Sequence[Any]) -> bool:
     except Exception:  # operands that nobody can stand in for, as references
         return True
     return bool(found) or any(isinstance(const, Tracer) for const in program.consts)
-
-
-def with_backward_pass(program: Any, types: Sequence[Any]) -> Any:
-    def run(*values: Any) -> Any:
-        results, backward = jax.vjp(lambda *values: rules.run(program, values), *values)
-        return results, backward([zero(result) for result in results])
-
-    def zero(result: jax.Array) -> Any:
-        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
-        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
-
-    return jax.make_jaxpr(run)(*types)

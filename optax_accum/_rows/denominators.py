@@ -1,6 +1,6 @@
 """How much a micro-batch counts across calls, read off a loss: by sum(mask), if it is sum(mask * error) / sum(mask)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from optax_accum._rows.forms import NONE, TAKES, Extreme, Reason, Sum, Term, ext
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import rule_of
 from optax_accum._rows.places import Place
-from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value, needed
 
 
 class Denominator(NamedTuple):
@@ -42,16 +42,11 @@ class Denominator(NamedTuple):
 
     def kept(self, count: jax.Array) -> jax.Array:
         """The denominator as the loss has it: the count, kept from zero."""
-        env: dict[Value, Any] = {}
-
-        def read(value: Value) -> Any:
-            if isinstance(value, Constant | Number):
-                return value.array
-            return env[value] if value in env else jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
-
-        for equation in self.keeps:
-            env.update(zip(equation.outs, evaluation.bind(equation.single, list(map(read, equation.ins))), strict=True))
-        return jnp.reshape(env[self.keeps[-1].outs[0]], ()).astype(count.dtype) if self.keeps else count
+        if not self.keeps:
+            return count
+        unguarded = lambda value: jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
+        results = _evaluated(self.keeps, unguarded)
+        return jnp.reshape(results[self.keeps[-1].outs[0]], ()).astype(count.dtype)
 
 
 class Found(NamedTuple):
@@ -160,25 +155,26 @@ def _as_sum(base: Sum | Extreme) -> Sum:
 
 
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
-    env = dict(zip(program.inputs, values, strict=True))
-    todo, needed = [of.value], set()
-    while todo:
-        equation = program.made_by.get(todo.pop())
-        if equation is not None and equation not in needed:
-            needed.add(equation)
-            todo += equation.ins
-
-    def read(value: Value) -> Any:
-        if isinstance(value, Constant | Number):
-            return value.array
-        return env[value]
-
-    for equation in program.equations:
-        if equation in needed:
-            env.update(zip(equation.outs, evaluation.bind(equation.single, list(map(read, equation.ins))), strict=True))
-    count = jnp.reshape(read(of.value), ())
+    making = needed([of.value], program.made_by)
+    inputs = dict(zip(program.inputs, values, strict=True))
+    found = _evaluated([equation for equation in program.equations if equation in making], inputs.__getitem__)
+    count = jnp.reshape(found[of.value], ())
     count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
     for base, exponent in of.powers:
         by = program.rows[0] if isinstance(base, str) else _value_of(_as_sum(base), program, values)
         count = count / by**exponent
     return count
+
+
+def _evaluated(equations: Iterable[Equation], given: Callable[[Value], Any]) -> dict[Value, Any]:
+    """The results of equations, for all rows; `given` says those of others."""
+    found: dict[Value, Any] = {}
+
+    def read(value: Value) -> Any:
+        if isinstance(value, Constant | Number):
+            return value.array
+        return found[value] if value in found else given(value)
+
+    for equation in equations:
+        found.update(zip(equation.outs, evaluation.bind(equation.single, list(map(read, equation.ins))), strict=True))
+    return found

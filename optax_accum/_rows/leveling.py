@@ -17,7 +17,7 @@ from optax_accum._rows.division import Division
 from optax_accum._rows.levels import ONCE, Kind, Levels, Loop, Stage
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.pairing import paired
-from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value, needed
 from optax_accum._rows.registry import known
 
 READING = 4  # what is kept anyway costs a fourth of its bytes where it is read
@@ -96,7 +96,7 @@ class _Staging:
                 stages.append(Stage(before, loop))
                 before = []
             before += self._before_loop(now + 1, there)
-        left = self._closure(self.program.outputs, there)
+        left = needed(self.program.outputs, self.made_by, there)
         return self._with_ends([*stages, Stage([*before, *self._in_order(left)])])
 
     def _with_ends(self, stages: list[Stage]) -> list[Stage]:
@@ -116,9 +116,9 @@ class _Staging:
     def _before_loop(self, index: int, there: set[Value]) -> list[Equation]:
         """The equations that run once as soon as so many loops are over, and those that prepare the batch for them."""
         once = {e for e in self.equations if self.division.ready_at[e] == index and self._runs_once(e)}
-        needed = self._closure([value for equation in once for value in equation.ins], there)
+        prepare = needed([value for equation in once for value in equation.ins], self.made_by, there)
         there.update(value for equation in once for value in equation.outs)
-        return self._in_order(once | needed)
+        return self._in_order(once | prepare)
 
     def _runs_once(self, equation: Equation) -> bool:
         """Whether an equation runs between loops; a reduction of rows does if the batch alone decides it."""
@@ -141,7 +141,7 @@ class _Staging:
         rows = [value for value in dict.fromkeys([*cut, *always]) if value not in there]
         if not (rows or sums):
             return None
-        equations = self._in_order(self._closure([*rows, *sums], there))
+        equations = self._in_order(needed([*rows, *sums], self.made_by, there))
         takes = [value for e in equations for value in e.ins if value in there]
         onto = {value: self.made_by[value].ins[0] for value in sums if self.division.adds_to_more(self.made_by[value])}
         # Rows that no later loop takes are given up; one that takes them all the same makes them again.
@@ -255,20 +255,8 @@ class _Staging:
         return self._runs_in(equation) == forward_loop or self._is_cheap(equation)
 
     def _cost_recomputed(self, forward_loop: int, values: list[Value], bases: set[Value]) -> float:
-        again = self._closure(values, bases)
+        again = needed(values, self.made_by, bases)
         return sum(_cost(equation) for equation in again if not self._recomputes_free(equation, forward_loop))
-
-    def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
-        """The equations that make values which are not there yet."""
-        needed: set[Equation] = set()
-        todo = list(wanted)
-        while todo:
-            value = todo.pop()
-            equation = None if value in there else self.made_by.get(value)
-            if equation is not None and equation not in needed:
-                needed.add(equation)
-                todo += equation.ins
-        return needed
 
     def _in_order(self, equations: set[Equation]) -> list[Equation]:
         return [equation for equation in self.equations if equation in equations]

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from optax_accum._core import compilers
-from optax_accum._rows import derivatives, locality, perturbation
+from optax_accum._core import compilers, evaluation
+from optax_accum._core.equations import CALLS, CHECKPOINTS, programs_of
+from optax_accum._rows import derivatives, perturbation
 from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import known
 
@@ -38,10 +38,10 @@ def nonlinear_rules(eqn: Any, perturbed: Perturbed = None) -> Iterator[Any]:
         if not _is_linear(eqn, perturbed):
             yield eqn
         return
-    for program, _ in locality.programs_inside(eqn, eqn):
-        inside = perturbation.inside(eqn, perturbed, program)
-        for inner, perturbed_there in perturbation.each_equation(compilers.opened(program)[0], inside):
-            yield from nonlinear_rules(inner, perturbed_there)
+    for inside in programs_of(eqn):
+        there = perturbation.of_inputs(inside, perturbed)
+        for inner, perturbed_inside in perturbation.each_equation(inside.program, there):
+            yield from nonlinear_rules(inner, perturbed_inside)
 
 
 def _is_linear(eqn: Any, perturbed: Perturbed) -> bool:
@@ -57,23 +57,16 @@ def _is_linear(eqn: Any, perturbed: Perturbed) -> bool:
 def _dependences(program: Any, found: Dependences) -> Dependences:
     jaxpr, _ = compilers.opened(program)
     env = dict(zip(jaxpr.invars, found, strict=True)) | dict.fromkeys(jaxpr.constvars, Dependence.FIXED)
-
-    def read(atom: Any) -> Dependence:
-        if isinstance(atom, core.Literal):
-            return Dependence.FIXED if np.any(np.asarray(atom.val)) else Dependence.ZERO
-        return env[atom]
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _follow(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+    number = lambda literal: Dependence.FIXED if np.any(np.asarray(literal.val)) else Dependence.ZERO
+    return evaluation.in_order(jaxpr.eqns, env, jaxpr.outvars, _follow, number)
 
 
 def _follow(eqn: Any, ins: Dependences) -> Dependences:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        outs = _follow_scan(eqn, ins)
-    elif name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
-        outs = _dependences(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
+    if eqn.primitive.name in (*CALLS, *CHECKPOINTS, "scan"):
+        (inside,) = programs_of(eqn)
+        taken, outs = inside.followed(ins, _dependences, _together)
+        carry = taken[inside.carried]
+        outs = [*carry, *outs[len(carry) :]]
     else:
         outs = [_follow_operation(eqn, ins)] * len(eqn.outvars)
     exact = lambda var: not jnp.issubdtype(var.aval.dtype, jnp.inexact)
@@ -83,18 +76,7 @@ def _follow(eqn: Any, ins: Dependences) -> Dependences:
     ]
 
 
-def _follow_scan(eqn: Any, ins: Dependences) -> Dependences:
-    consts, carried = compilers.sizes_of_scan(eqn)
-    carry = ins[consts : consts + carried]
-    while True:
-        outs = _dependences(eqn.params["jaxpr"], [*ins[:consts], *carry, *ins[consts + carried :]])
-        joined = [_together([a, b]) for a, b in zip(carry, outs[:carried], strict=True)]
-        if joined == carry:
-            return [*carry, *outs[carried:]]
-        carry = joined
-
-
-def _together(ins: Dependences) -> Dependence:
+def _together(*ins: Dependence) -> Dependence:
     """An operation that is linear in all of its operands together."""
     found = {each for each in ins if each is not Dependence.ZERO} or {Dependence.ZERO}
     return found.pop() if len(found) == 1 else Dependence.OTHER

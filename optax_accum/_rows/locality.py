@@ -9,14 +9,13 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.equations import programs_of
 from optax_accum._core.folds import SUM
 from optax_accum._rows import perturbation
 from optax_accum._rows.derivatives import backward, derivative_of, forward
 from optax_accum._rows.perturbation import Perturbed
 from optax_accum._rows.registry import is_known, known, register
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
-
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "cond_jaxpr", "body_jaxpr")
 
 
 def is_local(view: View) -> bool:
@@ -50,23 +49,22 @@ def is_positional(view: View) -> bool:
 
 def programs_inside(single: Any, double: Any) -> list[tuple[Any, Any]]:
     """The programs inside an equation, each for n rows and for 2 n."""
-    pairs = [(single.params[key], double.params[key]) for key in _INNER if key in single.params]
-    return pairs + list(zip(single.params.get("branches", ()), double.params.get("branches", ()), strict=True))
+    pairs = zip(programs_of(single), programs_of(double), strict=True)
+    return [(ours.program, others.program) for ours, others in pairs]
 
 
 def _is_call_local(view: View) -> bool:
     """Whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its derivative."""
     if view.name == "cond" and view.ins[0] is not None:
         return False
-    programs = programs_inside(view.single, view.double)
-    return bool(programs) and all(_is_inside_local(view, *pair) for pair in programs) and _rule_is_local(view)
+    return bool(programs_of(view.single)) and _are_inside_local(view) and _rule_is_local(view)
 
 
 def _is_scan_local(view: View) -> bool:
     """Whether a loop over layers or tokens treats rows one by one, or a loop over rows has no carry."""
     if view.params["length"] != view.double.params["length"]:
         return _is_map_over_rows(view)
-    return _is_inside_local(view, view.params["jaxpr"], view.double.params["jaxpr"])
+    return _are_inside_local(view)
 
 
 def _is_map_over_rows(view: View) -> bool:
@@ -86,9 +84,11 @@ register("scan", local=_is_scan_local)
 register(CALLS, local=_is_call_local)
 
 
-def _is_inside_local(view: View, single: Any, double: Any) -> bool:
-    inside = perturbation.inside(view.single, view.perturbed, single)
-    return are_local(single, double, view.rows, view.asks_rules, inside)
+def _are_inside_local(view: View) -> bool:
+    return all(
+        are_local(a.program, b.program, view.rows, view.asks_rules, perturbation.of_inputs(a, view.perturbed))
+        for a, b in zip(programs_of(view.single), programs_of(view.double), strict=True)
+    )
 
 
 def are_local(single: Any, double: Any, rows: Rows, asks_rules: bool = True, perturbed: Perturbed = None) -> bool:

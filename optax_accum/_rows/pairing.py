@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers, evaluation
-from optax_accum._core.equations import operands
+from optax_accum._core.equations import is_checkpoint, operands
 from optax_accum._rows import locality
 from optax_accum._rows.own_rows import rewrite_own_rows
 from optax_accum._rows.places import place_of
@@ -107,7 +107,8 @@ class _Pairing:
             before = len(self.equations)
             try:
                 ins = self.computed_again(equation) if _computes_again(equation) else ins
-                outs = self.inlined(_inner(a), _inner(b), ins, equation)
+                (programs,) = locality.programs_inside(a, b)
+                outs = self.inlined(*programs, ins, equation)
             except OtherProgramError:
                 del self.equations[before:]
                 return False
@@ -210,7 +211,7 @@ def _is_inlined(equation: Equation) -> bool:
     """
     if equation.name in ("jit", "pjit"):
         return compilers.is_plain_jit(equation.single)
-    if equation.name in ("checkpoint", "remat2"):
+    if is_checkpoint(equation.single):
         return not locality.is_local(equation.view)
     return equation.name == "closed_call"
 
@@ -219,7 +220,3 @@ def _computes_again(equation: Equation) -> bool:
     """Whether an equation is a checkpoint in a backward pass, from which XLA must not take what it has already."""
     params = equation.single.params
     return bool(params.get("differentiated") and params.get("prevent_cse"))
-
-
-def _inner(eqn: Any) -> Any:
-    return eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]

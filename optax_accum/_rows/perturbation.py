@@ -4,17 +4,17 @@ Differentiated by `w` alone, `scan(lambda h, t: (h * w + t, t), h0, ts)` has a p
 on, and never a perturbed `t`.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 
-from optax_accum._core import compilers
-from optax_accum._core.equations import inner_programs
+from optax_accum._core import compilers, evaluation
+from optax_accum._core.equations import CALLS, CHECKPOINTS, Inside, programs_of
 
 Perturbed = Sequence[bool] | None  # of each operand; None: not known, so each that is inexact may
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
+_FOLLOWED = (*CALLS, *CHECKPOINTS, "cond", "scan", "while")
 
 
 def is_inexact(var: Any) -> bool:
@@ -24,7 +24,12 @@ def is_inexact(var: Any) -> bool:
 
 def each_equation(program: Any, perturbed: Perturbed) -> Iterator[tuple[Any, Perturbed]]:
     """Yields the equations of a program, each with which of its operands are perturbed."""
-    return zip(program.eqns, _followed(program, perturbed)[0], strict=True)
+    jaxpr, _ = compilers.opened(program)
+    if perturbed is None:
+        return zip(jaxpr.eqns, [None] * len(jaxpr.eqns), strict=True)
+    operands: list[Perturbed] = []
+    _follow(program, perturbed, operands)
+    return zip(jaxpr.eqns, operands, strict=True)
 
 
 def results_of(equation: Any, perturbed: Perturbed) -> list[bool]:
@@ -34,66 +39,33 @@ def results_of(equation: Any, perturbed: Perturbed) -> list[bool]:
         return inexact
     if not any(perturbed) or equation.primitive.name == "stop_gradient":
         return [False] * len(inexact)
-    found = [_followed(compilers.opened(program)[0], inside)[1] for program, inside in _inside(equation, perturbed)]
-    if not found:
+    if equation.primitive.name not in _FOLLOWED:
         return inexact
+    found = [inside.followed(perturbed, _follow, operator.or_)[1] for inside in programs_of(equation) if inside.gives]
     return [is_ and any(each) for is_, *each in zip(inexact, *found, strict=True)]
 
 
-def inside(equation: Any, perturbed: Perturbed, program: Any) -> Perturbed:
-    """Which operands of a program inside an equation are perturbed."""
+def of_inputs(program: Inside, perturbed: Perturbed) -> Perturbed:
+    """Which inputs of a program inside an equation are perturbed, from which of the equation's operands are."""
     if perturbed is None:
         return None
-    count = len(compilers.opened(program)[0].invars)
-    if not any(perturbed):
+    count = len(compilers.opened(program.program)[0].invars)
+    if not any(perturbed) or not program.gives:  # a predicate has no derivative
         return [False] * count
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        consts, carried = compilers.sizes_of_scan(equation)
-        return _carried(
-            program, perturbed[:consts], perturbed[consts : consts + carried], perturbed[consts + carried :]
-        )
-    if name == "while":
-        of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        if program is params["cond_jaxpr"]:
-            return [False] * count  # a predicate has no derivative
-        return _carried(program, perturbed[of_cond:of_body], perturbed[of_body:], ())
-    perturbed = perturbed[1:] if name == "cond" else perturbed
-    return perturbed if len(perturbed) == count else None
+    if len(program.takes) != count:
+        return None
+    taken = program.taken(perturbed)
+    return program.followed(perturbed, _follow, operator.or_)[0] if taken[program.carried] else taken
 
 
-def _inside(equation: Any, perturbed: Sequence[bool]) -> list[tuple[Any, Perturbed]]:
-    """The programs inside an equation whose results are its own, each with which of its operands are perturbed."""
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        programs = params["branches"]
-    elif name == "while":
-        programs = [params["body_jaxpr"]]
-    else:
-        programs = inner_programs(equation) if name in (*_CALLS, "scan") else []
-    return [(program, inside(equation, perturbed, program)) for program in programs]
+def _follow(program: Any, perturbed: Sequence[bool], operands: list[Perturbed] | None = None) -> list[bool]:
+    """Which outputs of a program are perturbed; notes which operands of each equation are."""
+    jaxpr, _ = compilers.opened(program)
+    noted = [] if operands is None else operands
 
+    def results(equation: Any, perturbed: list[bool]) -> list[bool]:
+        noted.append(perturbed)
+        return results_of(equation, perturbed)
 
-def _carried(program: Any, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]) -> list[bool]:
-    """The next iteration of a loop carries what one has perturbed: repeated until nothing is added."""
-    opened, _ = compilers.opened(program)
-    while True:
-        _, outs = _followed(opened, [*consts, *carry, *xs])
-        after = [a or b for a, b in zip(carry, outs, strict=False)]
-        if after == list(carry):
-            return [*consts, *carry, *xs]
-        carry = after
-
-
-def _followed(program: Any, perturbed: Perturbed) -> tuple[list[Perturbed], list[bool]]:
-    """Which operands of each equation of a program are perturbed, and which of its outputs."""
-    if perturbed is None:
-        return [None] * len(program.eqns), list(map(is_inexact, program.outvars))
-    variables = {var for var, is_perturbed in zip(program.invars, perturbed, strict=True) if is_perturbed}
-    read = lambda atoms: [isinstance(atom, core.Var) and atom in variables for atom in atoms]
-    operands: list[Perturbed] = []
-    for equation in program.eqns:
-        operands.append(read(equation.invars))
-        results = zip(equation.outvars, results_of(equation, operands[-1]), strict=True)
-        variables.update(var for var, is_perturbed in results if is_perturbed)
-    return operands, read(program.outvars)
+    env = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, perturbed, strict=True))
+    return evaluation.in_order(jaxpr.eqns, env, jaxpr.outvars, results, literal=lambda _: False)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,19 @@ class Program:
             if not equation.differs:
                 along += [length for _, length in lengths_inside(equation.single, equation.double, self.rows)]
         return math.gcd(self.rows[0], *along)
+
+
+def needed(wanted: Iterable[Value], made_by: Mapping[Value, Equation], there: Container[Value] = ()) -> set[Equation]:
+    """The equations that make values which are not there yet."""
+    found: set[Equation] = set()
+    todo = list(wanted)
+    while todo:
+        value = todo.pop()
+        equation = None if value in there else made_by.get(value)
+        if equation is not None and equation not in found:
+            found.add(equation)
+            todo += equation.ins
+    return found
 
 
 def lengths_inside(single: Any, double: Any, rows: Rows) -> Iterator[tuple[Any, int]]:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
+from jax.extend import source_info_util
 
-from optax_accum._core import compilers, evaluation
+from optax_accum._core import compilers, evaluation, rules
 from optax_accum._core.folds import SUM, Fold
 from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import derivatives, locality
-from optax_accum._rows.traces import COUPLED, Rows, axis_of, in_step, view_of
+from optax_accum._rows.traces import COUPLED, Rows, View, axis_of, in_step, view_of
 
 Values = Sequence[Any]
 
@@ -55,10 +55,9 @@ class Some(NamedTuple):
 
 def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
     """Evaluates an equation on values of some rows; `double` is its second trace."""
-    of_name = NESTED.get(single.primitive.name)
-    if of_name is not None:
+    if single.primitive.name in locality.NESTED:
         with source_info_util.user_context(single.source_info.traceback):  # for the lines of errors
-            return of_name(single, double, some, evaluation.varying_as(values, [atom.aval for atom in single.invars]))
+            return _inside(single, double, some, evaluation.varying_as(values, [atom.aval for atom in single.invars]))
     params = {key: _resized(value, double.params.get(key), some) for key, value in single.params.items()}
     params |= _shardings(single, double, some)
     return evaluation.bind(single.replace(params=params), values)
@@ -66,18 +65,18 @@ def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
 
 def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
     """Evaluates a program that treats rows one by one; `taken` may change an equation's operands."""
-    (program, consts), (of_double, _) = compilers.opened(single), compilers.opened(double)
-    env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
-    more = evaluation.varying_more(values, [var.aval for var in program.invars])
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
-    for a, b in in_step(program, of_double):
-        operands = list(map(read, a.invars))
-        operands = taken(a, b, operands) if taken else operands
-        view = view_of(a, b, some.rows)
+    program, of_double = compilers.opened(single)[0], compilers.opened(double)[0]
+    others = {id(a): b for a, b in in_step(program, of_double)}
+
+    def bind(a: Any, operands: Values) -> Values:
+        view = view_of(a, others[id(a)], some.rows)
+        operands = taken(view, operands) if taken else operands
         has_none = not view.has_rows and not view.makes_rows
-        results = evaluate(a, a, some.all_rows, operands) if has_none else evaluate(a, b, some, operands)
-        env.update(zip(a.outvars, results, strict=True))
-    return evaluation.varying_as(list(map(read, program.outvars)), [atom.aval for atom in program.outvars], more)
+        return evaluate(a, a, some.all_rows, operands) if has_none else evaluate(a, view.double, some, operands)
+
+    more = evaluation.varying_more(values, [var.aval for var in program.invars])
+    results = evaluation.run(single, values, bind)
+    return evaluation.varying_as(results, [atom.aval for atom in program.outvars], more)
 
 
 def _shardings(single: Any, double: Any, some: Some) -> dict[str, Any]:
@@ -102,53 +101,19 @@ def _resized(single: Any, double: Any, some: Some) -> Any:
 # Programs inside equations
 
 
-def _called(single: Any, double: Any, some: Some, values: Values) -> Values:
-    key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in single.params)
-    return run(single.params[key], double.params[key], some, values)
+def _inside(single: Any, double: Any, some: Some, values: Values) -> Values:
+    length, of_double = single.params.get("length"), double.params.get("length")
+    is_over_rows = length != of_double  # its body sees one row, and runs as it is
+    inside = some.all_rows if is_over_rows else some
+    pairs = locality.programs_inside(single, single if is_over_rows else double)
 
+    def run_one(number: int, operands: Values) -> list[Any]:
+        return run(*pairs[number], inside, operands)
 
-def _checkpoint(single: Any, double: Any, some: Some, values: Values) -> Values:
-    options = {key: single.params[key] for key in ("policy", "prevent_cse") if key in single.params}
-    body = functools.partial(run, single.params["jaxpr"], double.params["jaxpr"], some)
-    return jax.checkpoint(body, **options)(values)
-
-
-def _scan(single: Any, double: Any, some: Some, values: Values) -> Values:
-    params = single.params
-    is_over_rows = params["length"] != double.params["length"]  # its body sees one row, and runs as it is
-    of_double, inside = (params, some.all_rows) if is_over_rows else (double.params, some)
-    body = functools.partial(run, params["jaxpr"], of_double["jaxpr"], inside)
-    return evaluation.scanned(single, values, body, _resized(params["length"], double.params["length"], some))
-
-
-def _while(single: Any, double: Any, some: Some, values: Values) -> Values:
-    params = single.params
-    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    run_inside = lambda key, fixed, carry: run(params[key], double.params[key], some, [*fixed, *carry])
-    goes_on = lambda carry: run_inside("cond_jaxpr", values[:of_cond], carry)[0]
-
-    def step(carry: list[Any]) -> list[Any]:
-        after, more = run_inside("body_jaxpr", values[of_cond:of_body], carry), goes_on(carry)
-        return [_where(more, new, old) for new, old in zip(after, carry, strict=True)] if more.ndim else after
-
-    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, list(values[of_body:]))
-
-
-def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Takes new values for rows that go on: in a `while` under `vmap`, each row ends by itself."""
-    more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
-    return jax.lax.select(more, new, old)
-
-
-def _cond(single: Any, double: Any, some: Some, values: Values) -> Values:
-    index, *operands = values
-    pairs = zip(single.params["branches"], double.params["branches"], strict=True)
-    branches = [functools.partial(run, *pair, some) for pair in pairs]
-    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
-
-
-def _custom(derivative: Callable[..., Any], single: Any, double: Any, some: Some, values: Values) -> Values:
-    return derivative(functools.partial(_called, single, double, some), single, double, some)(*values)
+    if not rules.has_rule(single):
+        return evaluation.run_inside(single, values, run_one, _resized(length, of_double, some))
+    derivative = _custom_jvp if single.primitive.name == "custom_jvp_call" else _custom_vjp
+    return derivative(functools.partial(run_one, 0), single, double, some)(*values)
 
 
 def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
@@ -208,20 +173,8 @@ def _is_zero(change: Any) -> bool:
 def _added_up(single: Any, double: Any, some: Some, values: Values) -> list[Any]:
     """Evaluates a user's backward pass; rows that are not in the batch add nothing to its sums over rows."""
 
-    def taken(a: Any, b: Any, operands: Values) -> Values:
-        view = view_of(a, b, some.rows)
+    def taken(view: View, operands: Values) -> Values:
         return list(map(some.without_filling, operands, view.ins)) if locality.is_partial(view) else operands
 
     results = zip(single.jaxpr.outvars, double.jaxpr.outvars, run(single, double, some, values, taken), strict=True)
     return [some.without_filling(result, axis_of(a.aval, b.aval, some.rows)) for a, b, result in results]
-
-
-NESTED: dict[str, Callable[[Any, Any, Some, Values], Values]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call"), _called),
-    **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
-    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), functools.partial(_custom, _custom_vjp)),
-    "cond": _cond,
-    "custom_jvp_call": functools.partial(_custom, _custom_jvp),
-    "scan": _scan,
-    "while": _while,
-}

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from optax_accum._core import compilers, evaluation
 from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import is_checkpoint, operands
+from optax_accum._core.equations import CALLS, is_checkpoint, needed, programs_of
 from optax_accum._rows import locality
 
 
@@ -67,14 +66,14 @@ def _are_small(scan: Any, consts: int, carried: int) -> bool:
 
 def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
     fixed, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
-    body, held = compilers.opened(scan.params["jaxpr"])
+    body, _ = compilers.opened(scan.params["jaxpr"])
     results = list(range(len(body.outvars)))
 
     def run_rows(wanted: Sequence[int]) -> list[Any]:
         """The sums, and the other results, at these places among the results of the loop."""
 
         def run_row(row: Sequence[Any]) -> list[Any]:
-            found = _evaluated(body, held, [*fixed, *map(Carried, range(carried)), *row], wanted)
+            found = _evaluated(scan.params["jaxpr"], [*fixed, *map(Carried, range(carried)), *row], wanted)
             return [added(value, place, body.outvars[place].aval) for place, value in zip(wanted, found, strict=True)]
 
         def summed(value: Any, place: int) -> Any:
@@ -88,7 +87,7 @@ def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
         return sum(value.added, jnp.zeros(aval.shape, aval.dtype)).astype(aval.dtype) if place < carried else value
 
     # A count of tokens, which takes no parameters, is a loop of its own: the batch alone decides it.
-    of_batch = [place for place in results if not _reads(body, place, body.invars[:consts])]
+    of_batch = [place for place in results if needed(body, [place])[1].isdisjoint(body.invars[:consts])]
     others = [place for place in results if place not in of_batch]
     found = {}
     for wanted in filter(None, (of_batch, others)):
@@ -96,29 +95,13 @@ def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
     return [found[place] for place in results]
 
 
-def _needed(program: Any, wanted: Sequence[int]) -> tuple[list[Any], set[Any]]:
-    """The equations that some results of a program need, and all variables that they read."""
-    read = {program.outvars[place] for place in wanted if isinstance(program.outvars[place], core.Var)}
-    needed: list[Any] = []
-    for equation in reversed(program.eqns):
-        if not read.isdisjoint(equation.outvars):
-            needed.append(equation)
-            read.update(operands(equation))
-    return needed[::-1], read
-
-
-def _reads(program: Any, place: int, variables: Sequence[Any]) -> bool:
-    return not _needed(program, [place])[1].isdisjoint(variables)
-
-
-def _evaluated(
-    program: Any, consts: Sequence[Any], values: Sequence[Any], wanted: Sequence[int] | None = None
-) -> list[Any]:
+def _evaluated(program: Any, values: Sequence[Any], wanted: Sequence[int] | None = None) -> list[Any]:
     """Evaluates results of a program in which nothing but a sum takes what a loop carries."""
-    env = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
-    wanted = range(len(program.outvars)) if wanted is None else wanted
-    results = [program.outvars[place] for place in wanted]
-    return evaluation.in_order(_needed(program, wanted)[0], env, results, _evaluate_equation)
+    jaxpr, consts = compilers.opened(program)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    places = range(len(jaxpr.outvars)) if wanted is None else wanted
+    results = [jaxpr.outvars[place] for place in places]
+    return evaluation.in_order(needed(jaxpr, places)[0], env, results, _evaluate_equation)
 
 
 def _evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -131,27 +114,26 @@ def _evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         return [carried[0]._replace(added=[*carried[0].added, other])]
     if name == "convert_element_type" and equation.params["new_dtype"] == equation.invars[0].aval.dtype:
         return carried  # what was a Python number
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if name in ("jit", "pjit", "closed_call"):
-        return _evaluated(*compilers.opened(inner), values)
+    if name in CALLS:
+        return _evaluated(programs_of(equation)[0].program, values)
     if is_checkpoint(equation):
-        return _checkpointed(equation, *compilers.opened(inner), values)
+        return _checkpointed(equation, values)
     raise NotASumError
 
 
-def _checkpointed(equation: Any, program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def _checkpointed(equation: Any, values: Sequence[Any]) -> list[Any]:
     """The same under `jax.checkpoint`, which takes and returns arrays alone."""
     indices: list[int | None] = []
 
     def inner(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
         mixed = [Carried(v.place) if isinstance(v, Carried) else next(rest) for v in values]
-        results = _evaluated(program, consts, mixed)
+        results = _evaluated(programs_of(equation)[0].program, mixed)
         indices[:] = [result.place if isinstance(result, Carried) else None for result in results]
         return [list(result.added) if isinstance(result, Carried) else result for result in results]
 
-    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
-    results = jax.checkpoint(inner, **options)([v for v in values if not isinstance(v, Carried)])
+    arrays = [v for v in values if not isinstance(v, Carried)]
+    results = evaluation.checkpointed(equation, inner)(arrays)
     before = {value.place: value.added for value in values if isinstance(value, Carried)}
     return [
         result if index is None else Carried(index, [*before[index], *result])

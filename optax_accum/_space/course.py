@@ -5,14 +5,14 @@ values that differ, so that no gradient is reduced; and the counter of a loop th
 has the type of a value that all devices have alike.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from optax_accum._core import compilers, rules
-from optax_accum._core.equations import collective_axes, every_equation, inner_programs
+from optax_accum._core import compilers, evaluation, rules
+from optax_accum._core.equations import collective_axes, every_equation, inner_programs, programs_of
 from optax_accum._core.types import Axes
 from optax_accum._space import mapped
 
@@ -32,16 +32,16 @@ class Course:
         """Whether a device decides the course of an equation, or of one inside it."""
         return bool(self.decided) and any(id(inner) in self.decided for inner in every_equation(equation))
 
-    def walk(self, program: Any, differ: Differ, of_consts: Differ | None = None) -> Differ:
+    def walk(self, program: Any, differ: Differ, of_consts: Sequence[bool] = ()) -> Differ:
         """Finds the equations that devices decide; returns which results differ."""
         jaxpr = compilers.opened(program)[0]
-        known = dict(zip(jaxpr.invars, differ, strict=True))
-        known |= dict(zip(jaxpr.constvars, of_consts or [False] * len(jaxpr.constvars), strict=True))
-        read = lambda atom: not isinstance(atom, core.Literal) and known[atom]
-        for equation in jaxpr.eqns:
-            rule = _RULES.get(equation.primitive.name, _follow_rule if rules.has_rule(equation) else _other)
-            known.update(zip(equation.outvars, rule(self, equation, list(map(read, equation.invars))), strict=True))
-        return list(map(read, jaxpr.outvars))
+        known = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, differ, strict=True))
+        known.update(zip(jaxpr.constvars, of_consts, strict=False))
+        return evaluation.in_order(jaxpr.eqns, known, jaxpr.outvars, self._follow, literal=lambda _: False)
+
+    def _follow(self, equation: Any, differ: Differ) -> Differ:
+        rule = _RULES.get(equation.primitive.name, _follow_rule if rules.has_rule(equation) else _other)
+        return rule(self, equation, differ)
 
     def decide(self, equation: Any) -> Differ:
         self.decided[id(equation)] = equation
@@ -62,32 +62,24 @@ def may_be_decided(equation: Any) -> bool:
 
 
 def _while(course: Course, equation: Any, differ: Differ) -> Differ:
-    params = equation.params
-    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carry = differ[of_body:]
-    while True:
-        (decided,) = course.walk(params["cond_jaxpr"], [*differ[:of_cond], *carry])
-        carry = [True] * len(carry) if decided else carry
-        after = course.walk(params["body_jaxpr"], [*differ[of_cond:of_body], *carry])
-        if decided:
-            return course.decide(equation)
-        if not _grows(carry, after):
-            return carry
-        carry = _either(carry, after)
+    goes_on, body = programs_of(equation)
+    taken, _ = body.followed(differ, course.walk, operator.or_)
+    carry = taken[body.carried]
+    operands = lambda carry: [*differ[: len(differ) - len(carry)], *carry]
+    (decided,) = course.walk(goes_on.program, goes_on.taken(operands(carry)))
+    if not decided:
+        return carry
+    course.walk(body.program, body.taken(operands([True] * len(carry))))
+    return course.decide(equation)
 
 
 def _scan(course: Course, equation: Any, differ: Differ) -> Differ:
-    consts, carried = compilers.sizes_of_scan(equation)
-    fixed, carry, xs = differ[:consts], differ[consts : consts + carried], differ[consts + carried :]
-    while True:
-        outs = course.walk(equation.params["jaxpr"], [*fixed, *carry, *xs])
-        if not _grows(carry, outs[:carried]):
-            return outs
-        carry = _either(carry, outs[:carried])
+    (body,) = programs_of(equation)
+    return body.followed(differ, course.walk, operator.or_)[1]
 
 
 def _cond(course: Course, equation: Any, differ: Differ) -> Differ:
-    outs = [course.walk(branch, differ[1:]) for branch in equation.params["branches"]]
+    outs = [course.walk(branch.program, branch.taken(differ)) for branch in programs_of(equation)]
     return course.decide(equation) if differ[0] else [any(each) for each in zip(*outs, strict=True)]
 
 
@@ -125,14 +117,6 @@ def _agrees(course: Course, equation: Any) -> bool:
     joins = equation.primitive.name.startswith(("psum", "pmax", "pmin", "all_gather"))
     of_all = set(course.axes) <= set(collective_axes(equation))
     return joins and of_all and equation.params.get("axis_index_groups") is None
-
-
-def _grows(old: Differ, new: Differ) -> bool:
-    return any(is_new and not was for was, is_new in zip(old, new, strict=True))
-
-
-def _either(old: Differ, new: Differ) -> Differ:
-    return [was or is_new for was, is_new in zip(old, new, strict=True)]
 
 
 _KERNELS = {"pallas_call"}  # their loops wait for nobody

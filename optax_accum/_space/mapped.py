@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._core import compilers, dtypes, evaluation
 from optax_accum._core.equations import all_equations, collective_axes
 from optax_accum._core.leaves import parted
-from optax_accum._core.traced import Traced, with_backward_pass
+from optax_accum._core.rules import with_backward_pass
+from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes
 
@@ -133,7 +134,8 @@ def check_nested(loss: Traced, axes: Axes) -> None:
     if not any(equation.primitive.name == "shard_map" for equation in loss.equations):
         return
     types = [evaluation.varying_type(aval, axes) for aval in loss.program.in_avals]
-    for equation in all_equations(with_backward_pass(loss.program, types).jaxpr):
+    run = lambda *values: evaluation.run(loss.program, values)
+    for equation in all_equations(jax.make_jaxpr(lambda *values: with_backward_pass(run, values))(*types).jaxpr):
         if equation.primitive.name == "shard_map" and any(
             set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec
         ):

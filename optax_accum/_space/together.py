@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, evaluation, rules
-from optax_accum._core.equations import inner_programs
+from optax_accum._core import evaluation, rules
+from optax_accum._core.equations import CALLS, CHECKPOINTS, inner_programs, programs_of
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Axes, Tree
 from optax_accum._rows.places import place_of
@@ -69,7 +69,7 @@ class Together:
         self.course, self.axes = course, course.axes
 
     def run(self, program: Any, values: Values) -> list[Any]:
-        return rules.run(program, values, self.bind)
+        return evaluation.run(program, values, self.bind)
 
     def bind(self, equation: Any, values: Values) -> Values:
         """Evaluates one equation; a program inside it anew, where its types no longer tell which values differ."""
@@ -77,7 +77,7 @@ class Together:
         if not changes and not (any(inner_programs(equation)) and self._differ_more(equation, values)):
             return evaluation.bind(equation, values)
         name = equation.primitive.name
-        evaluate = _CALLS.get(name, _run_rule if rules.has_rule(equation) else None)
+        evaluate = _EVALUATED.get(name, _run_rule if rules.has_rule(equation) else None)
         if evaluate is not None:
             return evaluate(self, equation, evaluation.varying_together(values))
         if changes:
@@ -112,53 +112,43 @@ class Together:
 
 
 def _while(devices: Together, equation: Any, values: Values) -> Values:
-    params, decided = equation.params, devices.is_decided(equation)
-    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    batched = bool(params["cond_jaxpr"].out_avals[0].shape)
-    if decided and not batched and equation.effects:
+    if not devices.is_decided(equation):
+        return _inside(devices, equation, values)
+    goes_on, body = programs_of(equation)
+    batched = bool(goes_on.program.out_avals[0].shape)
+    if not batched and equation.effects:
         devices.refuse(equation, f"a loop has effects ({_listed(equation.effects)}), which it would have too often")
-    goes_on_anywhere = devices.any_device if decided else jnp.any
-    values = mapped.varying(list(values), devices.axes) if decided else values
-    goes_on = lambda carry: devices.run(params["cond_jaxpr"], [*values[:of_cond], *carry])[0]
+    values = mapped.varying(list(values), devices.axes)
+    fixed = values[: len(values) - len(equation.outvars)]
 
     def step(state: Any) -> Any:
         _, more, carry = state
-        after = devices.run(params["body_jaxpr"], [*values[of_cond:of_body], *carry])
-        after = evaluation.varying_together(after, like=values)
-        if decided or batched:
-            after = [_where(more, new, old) for new, old in zip(after, carry, strict=True)]
-        return state_of(after)
+        after = _alike(devices.run(body.program, body.taken([*fixed, *carry])), values)
+        return state_of([evaluation.where_rows(more, new, old) for new, old in zip(after, carry, strict=True)])
 
     def state_of(carry: list[Any]) -> Any:
-        more = goes_on(carry)
-        return goes_on_anywhere(more), more, carry
+        (more,) = devices.run(goes_on.program, goes_on.taken([*fixed, *carry]))
+        return devices.any_device(more), more, carry
 
-    return jax.lax.while_loop(lambda state: state[0], step, state_of(list(values[of_body:])))[2]
-
-
-def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """New values for the rows that go on."""
-    if more.ndim:
-        more = compilers.sharded_as(new, jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim))))
-    return jax.lax.select(*evaluation.varying_together([more, new, old]))
+    return jax.lax.while_loop(lambda state: state[0], step, state_of(list(values[len(fixed) :])))[2]
 
 
 def _cond(devices: Together, equation: Any, values: Values) -> Values:
-    index, *operands = values
-    branches = equation.params["branches"]
-    index = jnp.clip(jnp.asarray(index).astype(jnp.int32), 0, len(branches) - 1)
     if not devices.is_decided(equation):
-        sides = [functools.partial(devices.run, branch) for branch in branches]
-        return jax.lax.switch(index, [lambda *v, side=side: _alike(side(v), values) for side in sides], *operands)
+        return _inside(devices, equation, values)
     if equation.effects:
         devices.refuse(
             equation, f"a branch has effects ({_listed(equation.effects)}), and all devices run all branches"
         )
+    index, *operands = values
+    branches = equation.params["branches"]
+    index = jnp.clip(jnp.asarray(index).astype(jnp.int32), 0, len(branches) - 1)
     results: list[Any] = []
     for number, branch in enumerate(branches):
         taken = index == number
         found = devices.run(branch, [_if_taken(taken, value) for value in operands])
-        results = [_where(taken, *pair) for pair in zip(found, results, strict=True)] if number else found
+        pairs = zip(found, results, strict=True) if number else ()
+        results = [evaluation.where_rows(taken, new, old) for new, old in pairs] or found
     return _alike(results, values)
 
 
@@ -166,7 +156,7 @@ def _if_taken(taken: jax.Array, value: Any) -> Any:
     """The value, whose gradient is zero where a branch is not taken: there it may be 0 / 0."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
-    return _where(taken, value, jax.lax.stop_gradient(value))
+    return evaluation.where_rows(taken, value, jax.lax.stop_gradient(value))
 
 
 def _alike(results: Values, values: Values) -> list[Any]:
@@ -177,23 +167,17 @@ def _listed(effects: Any) -> str:
     return ", ".join(sorted(str(effect) or type(effect).__name__ for effect in effects))
 
 
-# Programs that an equation calls
+# Programs that an equation calls, and loops and branches that devices do not decide
 
 
-def _called(devices: Together, equation: Any, values: Values) -> Values:
-    (program,) = (equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params)
-    return devices.run(program, values)
+def _inside(devices: Together, equation: Any, values: Values) -> Values:
+    programs, is_alike = programs_of(equation), equation.primitive.name in ("cond", "scan", "while")
 
+    def run(number: int, operands: Values) -> list[Any]:
+        results = devices.run(programs[number].program, operands)
+        return _alike(results, values) if is_alike and programs[number].gives else results
 
-def _checkpoint(devices: Together, equation: Any, values: Values) -> Values:
-    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
-    body = functools.partial(devices.run, equation.params["jaxpr"])
-    return jax.checkpoint(lambda *values: body(values), **options)(*values)
-
-
-def _scan(devices: Together, equation: Any, values: Values) -> Values:
-    body = lambda given: _alike(devices.run(equation.params["jaxpr"], given), values)
-    return evaluation.scanned(equation, values, body)
+    return evaluation.run_inside(equation, values, run)
 
 
 def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
@@ -223,11 +207,9 @@ def _run_rule(devices: Together, equation: Any, values: Values) -> Values:
     return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 
 
-_CALLS: dict[str, Callable[[Together, Any, Values], Values]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"), _called),
-    **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
+_EVALUATED: dict[str, Callable[[Together, Any, Values], Values]] = {
+    **dict.fromkeys((*CALLS, *CHECKPOINTS, "scan"), _inside),
     "cond": _cond,
     "custom_linear_solve": _linear_solve,
-    "scan": _scan,
     "while": _while,
 }

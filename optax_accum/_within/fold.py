@@ -98,7 +98,7 @@ def _empty(count: int, row: Any, xs: list[jax.Array], place: int) -> jax.Array:
     if xs and xs[-1].size and compilers.explicit_sharding(xs[-1]) is None:  # else it would be on one device alone
         last = xs[-1].ravel()[0].real
         number = jnp.where(last > 0, place, place + 0.5) if last.dtype != bool else jnp.where(last, place, place + 0.5)
-        number = number if evaluation.varies_no_more(number, row) else 0
+        number = 0 if evaluation.varying_more([number], [row]) else number
     return meshes.filled([count], row, number)
 
 

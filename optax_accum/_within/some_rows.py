@@ -103,22 +103,21 @@ def _evaluate_branches(
     equation: Equation, bodies: Bodies, units: Units, values: Sequence[Any], indices: jax.Array
 ) -> Sequence[Any]:
     """Evaluates branches for the rows of one micro-batch; their sums are the micro-batch's parts of them."""
-    index, *operands = values
 
-    def run(body: Body, operands: list[Any]) -> list[Any]:
-        results = zip(_evaluate_body(body, units, operands, indices), bodies.are_sums, equation.outs, strict=True)
+    def run(number: int, operands: Sequence[Any]) -> list[Any]:
+        found = _evaluate_body(bodies.each[number], units, operands, indices)
+        results = zip(found, bodies.are_sums, equation.outs, strict=True)
         dtype = lambda part, value: dtypes.wide(value.aval.dtype) if part else value.aval.dtype
         return [jnp.asarray(leaf, dtype(part, value)) for leaf, part, value in results]
 
-    found = [jax.eval_shape(functools.partial(run, body), operands) for body in bodies.each]
+    types = [jax.eval_shape(functools.partial(run, number), values[1:]) for number in range(len(bodies.each))]
 
-    def branch(body: Body, operands: list[Any]) -> list[Any]:
+    def branch(number: int, operands: Sequence[Any]) -> list[Any]:
         """A branch whose results vary along the axes along which those of any branch do."""
-        results = zip(run(body, operands), *found, strict=True)
+        results = zip(run(number, operands), *types, strict=True)
         return [evaluation.varying_together([leaf], of_branches)[0] for leaf, *of_branches in results]
 
-    branches = [functools.partial(branch, body) for body in bodies.each]
-    return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
+    return evaluation.run_inside(equation.single, values, branch)
 
 
 def _evaluate_body(body: Body, units: Units, values: Sequence[Any], indices: jax.Array) -> list[Any]:
