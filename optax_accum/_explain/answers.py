@@ -180,7 +180,8 @@ class Answer(NamedTuple):
         guard, place = denominator.guard, denominator.makes.place
         expression = summed(self.program, denominator, names, self.subject.fun)
         text, by = f"the sum over rows at {place}", guard.name if guard else ""
-        return Weight(text, term, place, of, guard and guard.place, sums, expression, by)
+        lost = tuple(dict.fromkeys(equation.place for equation in denominator.lost))
+        return Weight(text, term, place, of, guard and guard.place, sums, expression, by, lost)
 
     def counts(self, batch: Sequence[Tree]) -> dict[str | None, list[jax.Array]]:
         """How much a batch of these types counts: one number for each denominator of each term."""

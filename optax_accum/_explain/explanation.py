@@ -59,6 +59,8 @@ class Weight:
       sums: the lines of the sums over rows that it divides.
       summed: what is added up, as an expression; "" where that is too long.
       guarded_by: the operation at `guard`; "" if there is none.
+      lost: the lines of the sums that a micro-batch leaves out where the
+        weight is 0, though nothing shows that they are 0 there, too.
     """
 
     text: str
@@ -69,6 +71,7 @@ class Weight:
     sums: tuple[Place, ...] = ()
     summed: str = ""
     guarded_by: str = ""
+    lost: tuple[Place, ...] = ()
 
     def __str__(self) -> str:
         of = self.summed or " and ".join(self.of)
@@ -167,11 +170,14 @@ class Explanation:
                 divided = weight.term or " and ".join(map(str, weight.sums))
                 yield from _filled(f"{divided}: {weight}", "  ")
             yield from _filled(f"Within a call value_and_grad takes them all. {BY_ITSELF}")
-        for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in self.weights if weight.guard):
+        kept = [weight for weight in self.weights if weight.guard and not weight.lost]
+        for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in kept):
             yield from _filled(
                 f"{by}, {guard}, keeps the sum from zero. A step by hand takes it as grad_weight=: else, where the "
                 "sum is 0, the loss would be left out."
             )
+
+        yield from (line for weight in self.weights if weight.lost for line in _filled(f"{lost_where(weight)} {LOST}"))
 
 
 # The error of a step across calls says these, too.
@@ -180,6 +186,17 @@ BY_ITSELF = (
     "If each micro-batch is to count by itself, as with optax.MultiSteps, build the step with exact=False; then each "
     "counts by its rows: pass weight= if rows are padded."
 )
+LOST = (
+    "If it is, multiply what it adds up by what is counted, or pass weight_fn=. Else return a Ratio, with other terms "
+    "times the count: Ratio(total + count * decay, count)."
+)
+
+
+def lost_where(weight: Weight) -> str:
+    sums = " and ".join(f"the sum over rows at {place}" for place in weight.lost)
+    return f"Where {weight} is 0, a micro-batch is left out, and nothing shows that {sums} is 0, too."
+
+
 _BEFORE = {
     NOT_EXACT: "Across calls no weight gives the whole batch's gradient:",
     CANNOT_BE_READ: "Across calls it cannot be read how much a micro-batch counts:",

@@ -13,7 +13,7 @@ from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import messages
 from optax_accum._core.types import Axes
 from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, differs_along, repeated, terms_of, typed
-from optax_accum._explain.explanation import BY_ITSELF, WITHIN
+from optax_accum._explain.explanation import BY_ITSELF, LOST, WITHIN, lost_where
 from optax_accum._loss.weighing import Amount
 from optax_accum._rows.denominators import Found, reasons_of
 from optax_accum._rows.forms import TAKES
@@ -93,6 +93,8 @@ class Weigher:
         _check_batch_tells(answer)
         if answer.reasons:
             _warn(map(str, answer.reasons))
+        if lost := [lost_where(weight) for weight in answer.weights if weight.lost]:
+            messages.warn(f"{' '.join(lost)} {LOST} {WITHIN}")
         if not answer.denominators or answer.denominators[0].makes is None:
             return None
         return answer

@@ -162,7 +162,7 @@ class FormAnalysis:
         if first is not equation:
             pairs = zip(equation.outs, first.outs, strict=True)
             self.repeats.update((value, self.original(other)) for value, other in pairs)
-        elif equation.name in _CASTS and len(equation.ins) == 1 and _keeps_numbers(equation):
+        elif equation.name in CASTS and len(equation.ins) == 1 and _keeps_numbers(equation):
             self.repeats[equation.outs[0]] = self.original(equation.ins[0])
             if guard := self.guard_of.get(equation.ins[0]):
                 self.guard_of[equation.outs[0]] = guard
@@ -288,7 +288,7 @@ class FormAnalysis:
 
 
 _HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
-_CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
+CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
 
 
 def _keeps_numbers(equation: Equation) -> bool:

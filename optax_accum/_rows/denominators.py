@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import evaluation
+from optax_accum._rows import vanishing
 from optax_accum._rows.analysis import FormAnalysis
 from optax_accum._rows.forms import NONE, TAKES, Extreme, Reason, Sum, Term, extremes_of
 from optax_accum._rows.levels import Levels
@@ -24,6 +25,8 @@ class Denominator(NamedTuple):
       makes: the reduction that makes it, if it is a sum.
       guard: the operation that keeps it from zero, if one does.
       keeps: the operations that compute the guarded sum from the sum alone; empty if they are not known.
+      hides: the operation that takes a number in place of a quotient by zero, if one does.
+      lost: the sums that a micro-batch of which it is zero leaves out, though nothing shows that they are zero, too.
       inputs: the indices of the program's inputs on which it depends.
     """
 
@@ -32,6 +35,8 @@ class Denominator(NamedTuple):
     makes: Equation | None = None
     guard: Equation | None = None
     keeps: tuple[Equation, ...] = ()
+    hides: Equation | None = None
+    lost: tuple[Equation, ...] = ()
     inputs: frozenset[int] = frozenset()
 
     def counted(self, program: Program, values: Sequence[Any]) -> Any:
@@ -84,7 +89,13 @@ def denominators_of(
         return Found((), _one_a_line(reasons))
     if apart or len({one.keeps for one in denominators}) > 1:  # no single factor corrects the loss
         denominators = [one._replace(keeps=()) for one in denominators]
-    return Found(tuple(denominators))
+    return Found(tuple(one._replace(lost=_lost(analysis, one)) for one in denominators))
+
+
+def _lost(analysis: FormAnalysis, one: Denominator) -> tuple[Equation, ...]:
+    """The sums that are lost where a denominator is zero. A loss without a guard says that it is never zero."""
+    may_be_zero = one.hides or (one.guard and not one.keeps)
+    return vanishing.not_shown(analysis, one.sums, one.by.value) if may_be_zero and isinstance(one.by, Sum) else ()
 
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
@@ -127,7 +138,10 @@ def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Ter
             text = f"divided by what the argument {others[place]} decides, too"
             return Reason(text, makes.place, True, unless_weighed=True)
     guards = sorted((guard for guard in term.guards if guard is not None), key=lambda guard: guard.place)
-    return Denominator(by, sums, makes, guards[0] if guards else None, _keeps(analysis, by, term.guards), inputs)
+    hides = [guard for guard in guards if guard.outs[0] not in analysis.guard_of]
+    of_count = [guard for guard in guards if guard not in hides]
+    keeps = _keeps(analysis, by, term.guards.difference(hides))
+    return Denominator(by, sums, makes, next(iter(of_count), None), keeps, next(iter(hides), None), inputs=inputs)
 
 
 def _keeps(analysis: FormAnalysis, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:

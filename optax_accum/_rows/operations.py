@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
 from optax_accum._rows.analysis import FormAnalysis
-from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
+from optax_accum._rows.forms import NONE, Form, Reason, Sum, Term, Test, added, name_of, power
 from optax_accum._rows.locality import programs_inside
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
@@ -203,15 +203,19 @@ def _branched(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form])
         return None
     form = analysis.form(value)
     counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
-    return form if test.tested in counts and test.is_exact else None
+    return form.times(NONE, [equation]) if test.tested in counts and test.is_exact else None
 
 
 def _guarded(analysis: FormAnalysis, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
-    """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form."""
+    """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form.
+
+    The operand is that denominator, or else a quotient.
+    """
     value = equation.ins[place]
-    if analysis.scalar(value) is not None:
-        analysis.repeats[equation.outs[0]] = analysis.original(value)
-        analysis.guard_of[equation.outs[0]] = analysis.first(equation)
+    if analysis.scalar(value) is None:
+        return forms[place].times(NONE, [equation])
+    analysis.repeats[equation.outs[0]] = analysis.original(value)
+    analysis.guard_of[equation.outs[0]] = analysis.first(equation)
     return forms[place]
 
 
