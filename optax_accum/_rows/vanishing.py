@@ -90,9 +90,8 @@ class _Body:
 
     def _entries(self, value: Any) -> np.ndarray:
         array = self.array(value)
-        is_known = array is not None and not isinstance(array, Tracer)
-        is_array = is_known and not jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended)
-        return np.asarray(array if is_array else [])
+        is_unknown = array is None or isinstance(array, Tracer)
+        return np.asarray([] if is_unknown or jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended) else array)
 
     def maker(self, value: Any) -> _Step | None:
         return None if isinstance(value, core.Literal) else self.made_by.get(self.original(value))
@@ -119,7 +118,7 @@ class _Body:
     def products(self, value: Any, number: int = 0) -> Products:
         """What follows if each entry of a value is 0, or 1: of each of these products, one factor is 0."""
         if (constant := self.number(value)) is not None:
-            return [] if constant == number else [NONE]  # a product that is never 0
+            return [] if constant == number else [NONE]  # which is never 0
         if value in self.given:
             body, operand = self.given[value]
             return body.products(operand, number)
@@ -148,19 +147,19 @@ class _Body:
         if (name, number) in (("and", 0), ("or", 1), ("mul", 0), ("dot_general", 0), ("min", 0)):
             return _either(*(self.products(value, number) for value in ins))
         if (name, number) in (("and", 1), ("or", 0)) or (name in _AT_ZERO_ALONE and not number):
-            return self._of_all(ins, number)
+            return [each for operand in ins for each in self.products(operand, number)]
         if name in ("exp", "logistic") or (name == "gather" and self.is_positive(ins[0])):
             return [NONE]
         if number or name in _SOME_ENTRIES or name == "sub" or len(step.linear) != 1:
             return None
-        return self._of_all([ins[place] for place in step.linear[0]], 0)
+        return [each for place in step.linear[0] for each in self.products(ins[place])]
 
     def _products_compared(self, step: _Step, number: int) -> Products | None:
         """A count of what is greater than 0, or other than 0."""
         how, order, is_itself = _COMPARED[step.name]
         value, other = step.ins[::order]
-        is_true = is_itself == bool(number)
-        return self.products(value) if self.number(other) == 0 and is_true == (how == "==") else None
+        is_told = (is_itself == bool(number)) == (how == "==")
+        return self.products(value) if is_told and self.number(other) == 0 else None
 
     def inside(self, step: _Step) -> "Iterator[tuple[_Body, Sequence[Any], Sequence[Any]]]":
         """The programs inside a step, each with its inputs and outputs."""
@@ -172,9 +171,6 @@ class _Body:
             operands = step.ins[1:] if step.name == "cond" else step.ins
             body.given = {var: (self, operand) for var, operand in zip(jaxpr.invars, operands, strict=True)}
             yield body, jaxpr.invars, jaxpr.outvars
-
-    def _of_all(self, values: Sequence[Any], number: int) -> Products:
-        return [product for value in values for product in self.products(value, number)]
 
 
 def _is_negation(body: _Body, step: _Step) -> bool:
@@ -246,9 +242,8 @@ class _Followed:
         if name == "log":
             return _Part(parts[0].one)
         if name in ("and", "or"):
-            of_any, of_all = (lambda factors: NONE.union(*factors)), _common
-            joins = (of_any, of_all) if name == "and" else (of_all, of_any)
-            return _Part(*(join(factors) for join, factors in zip(joins, zip(*parts, strict=True), strict=True)))
+            (a, not_a), (b, not_b) = parts
+            return _Part(a | b, not_a & not_b) if name == "and" else _Part(a & b, not_a | not_b)
         if name == "select_n" and len(parts) == 3:
             (unless, when), *cases = parts
             chosen = lambda no, yes: (no & yes) | (unless & no) | (when & yes)
@@ -267,30 +262,28 @@ class _Followed:
         how, order, is_itself = _COMPARED[step.name]
         value, other = step.ins[::order]
         number, made = self.body.number(other), self.body.maker(self.body.root(other))
-        zero = self.part(value).zero
-        if how == "==":
-            return _Part(one=zero if is_itself else NONE, zero=NONE if is_itself else zero) if number == 0 else _NOTHING
-        is_no_less = (number is not None and number >= 0) or (made is not None and made.name == "iota")
-        return (_Part(zero) if is_itself else _Part(one=zero)) if is_no_less else _NOTHING
+        is_place = made is not None and made.name == "iota"
+        is_no_less = is_place if number is None else number >= 0
+        zero = self.part(value).zero if (is_no_less if how == ">" else number == 0) else NONE
+        return _Part(zero) if is_itself == (how == ">") else _Part(one=zero)
 
     def _inside(self, step: _Step, parts: Sequence[_Part]) -> list[_Part]:
         """Of a function, of branches, or of each iteration of a loop."""
+        given = list(parts[1:] if step.name == "cond" else parts)
         if step.name == "while":
             return [_NOTHING] * len(step.outs)
-        given = list(parts[1:] if step.name == "cond" else parts)
         if step.name != "scan":
-            return list(map(_in_all, *(self._results(*inside, given) for inside in self.body.inside(step))))
+            return list(map(_in_all, *(self._results(inside, given) for inside in self.body.inside(step))))
         consts, carried = compilers.sizes_of_scan(step.eqn)
         (inside,) = self.body.inside(step)
         while True:
-            carry, results = given[consts : consts + carried], self._results(*inside, given)
+            carry, results = given[consts : consts + carried], self._results(inside, given)
             given[consts : consts + carried] = map(_in_all, carry, results)
             if given[consts : consts + carried] == carry:
                 return results
 
-    def _results(
-        self, body: _Body, inputs: Sequence[Any], outputs: Sequence[Any], given: Sequence[_Part]
-    ) -> list[_Part]:
+    def _results(self, program: tuple[_Body, Sequence[Any], Sequence[Any]], given: Sequence[_Part]) -> list[_Part]:
+        body, inputs, outputs = program
         inside = _Followed(body, self.products)
         inside.parts.update(zip(inputs, given, strict=True))
         inside.run()
