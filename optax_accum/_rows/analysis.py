@@ -36,9 +36,8 @@ from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.orders import Orders
-from optax_accum._rows.pairing import paired
 from optax_accum._rows.pairs import Pairs
-from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.traces import COUPLED, equal
 
 
@@ -140,9 +139,8 @@ class FormAnalysis:
         self.numbers.update(zip(equation.outs, found or (), strict=False))
         return found is not None
 
-    def inside(self, programs: tuple[Any, Any], operands: Sequence[Value], caller: Equation) -> Value | None:
+    def inside(self, program: Program, operands: Sequence[Value]) -> Value | None:
         """Reads a program of one result inside an equation; None if it takes, or makes, rows."""
-        program = paired(*programs, self.rows, caller)
         if any(equation.view.has_rows or equation.view.makes_rows for equation in program.equations):
             return None
         for value, operand in zip(program.inputs, operands, strict=True):

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._rows import locality
-from optax_accum._rows.pairing import paired
+from optax_accum._rows.pairing import paired_inside
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import Rows, View, axis_of, pair_key, view_of
 
@@ -42,7 +42,7 @@ def mapped_in_blocks(joined: Equation, made_by: MadeBy) -> tuple[Sequence[Value]
     found = [value for value in rows if value is not None]
     if len(found) < len(rows) or not found or any(value.axis is not None for value in shared):
         return None
-    body = paired(loop.single.params["jaxpr"], loop.double.params["jaxpr"], loop.rows, loop)
+    (body,) = paired_inside(loop)
     result = body.outputs[loop.outs.index(merge.ins[0])]
     given = [*zip(shared, body.inputs, strict=False)]
     for source, block in zip(found, body.inputs[consts:], strict=True):

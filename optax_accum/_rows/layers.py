@@ -13,7 +13,7 @@ from optax_accum._core import compilers
 from optax_accum._core.equations import every_equation
 from optax_accum._rows import locality
 from optax_accum._rows.levels import Bodies, Body, Kind
-from optax_accum._rows.pairing import paired
+from optax_accum._rows.pairing import paired_inside
 from optax_accum._rows.program import Equation, Number, Program, Value
 from optax_accum._rows.traces import COUPLED, OtherProgramError
 
@@ -59,7 +59,7 @@ def bodies_of(equation: Equation, zeros: Zeros) -> Bodies | None:
 
 def _read_layers(equation: Equation, zeros: Zeros) -> Bodies | None:
     consts, carried = compilers.sizes_of_scan(equation.single)
-    program = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
+    (program,) = paired_inside(equation)
     begins = [place for place in range(carried) if equation.ins[consts + place] in zeros]
     running = {place: program.inputs[consts + place] for place in begins if _only_adds(program, consts, place)}
     found = _read_body(program, set(running.values()))
@@ -82,15 +82,14 @@ def _read_rows(equation: Equation, zeros: Zeros) -> Bodies | None:
         return None
     if not locality.are_rowless(single.params["jaxpr"], double.params["jaxpr"], equation.rows, asks_rules=False):
         return None
-    program = paired(single.params["jaxpr"], double.params["jaxpr"], equation.rows, equation)
+    (program,) = paired_inside(equation)
     sums = (equation.ins[consts + place] in zeros and _only_adds(program, consts, place) for place in range(carried))
     return Bodies([], [place < carried for place in range(len(equation.outs))]) if all(sums) else None
 
 
 def _read_branches(equation: Equation) -> Bodies | None:
     """Branches whose results are rows, or parts of sums: a sum is one in each branch that does not return zeros."""
-    pairs = locality.programs_inside(equation.single, equation.double)
-    each = [_read_body(paired(*pair, equation.rows, equation), set()) for pair in pairs]
+    each = [_read_body(branch, set()) for branch in paired_inside(equation)]
     found = [one for one in each if one is not None]
     are_parts = [[value in parts for value in body.program.outputs] for body, parts, _ in found]
     may_be = [[value in parts or value in zeros for value in body.program.outputs] for body, parts, zeros in found]

@@ -16,7 +16,7 @@ from optax_accum._rows import cuts
 from optax_accum._rows.division import Division
 from optax_accum._rows.levels import ONCE, Kind, Levels, Loop, Stage
 from optax_accum._rows.linear import nonlinear_rules
-from optax_accum._rows.pairing import paired
+from optax_accum._rows.pairing import paired_inside
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value, needed
 from optax_accum._rows.registry import known
 
@@ -65,7 +65,7 @@ def is_over_layers(equation: Equation, levels: Levels) -> bool:
 
 def body_levels(equation: Equation, levels: Levels) -> Levels:
     consts, carried = compilers.sizes_of_scan(equation.single)
-    body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
+    (body,) = paired_inside(equation)
     is_param = [value in levels.of_params for value in equation.ins]
     is_param[consts : consts + carried] = [True] * carried  # made by the iteration before, of parameters
     by_rows = not levels.differentiable.isdisjoint(set(levels.program.inputs) - levels.of_params)

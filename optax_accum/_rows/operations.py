@@ -13,7 +13,7 @@ from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
 from optax_accum._rows.analysis import FormAnalysis
 from optax_accum._rows.forms import NONE, Form, Reason, Sum, Term, Test, added, name_of, power
-from optax_accum._rows.locality import programs_inside
+from optax_accum._rows.pairing import paired_inside
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
 
@@ -197,7 +197,7 @@ def _branched(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form])
     test = analysis.tests.get(analysis.orders.index(index))
     if test is None or len(equation.single.params["branches"]) != 2 or len(equation.outs) != 1:
         return None
-    outputs = [analysis.inside(pair, operands, equation) for pair in programs_inside(equation.single, equation.double)]
+    outputs = [analysis.inside(program, operands) for program in paired_inside(equation)]
     other, value = outputs[1 - test.case], outputs[test.case]
     if other is None or value is None or not analysis.is_fixed(other):
         return None

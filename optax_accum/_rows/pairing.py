@@ -40,6 +40,12 @@ def paired(single: Any, double: Any, rows: Rows, caller: Equation | None = None)
     return Program(inputs, equations, outputs, rows)
 
 
+def paired_inside(equation: Equation) -> list[Program]:
+    """The programs inside an equation, see `paired`."""
+    pairs = locality.programs_inside(equation.single, equation.double)
+    return [paired(*pair, equation.rows, equation) for pair in pairs]
+
+
 class _Pairing:
     """The equations of two traces, in pairs, so far."""
 
