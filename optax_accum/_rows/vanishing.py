@@ -5,7 +5,7 @@ and so is any other product of both of them.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +15,16 @@ from jax.core import Tracer
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.equations import Inside, programs_of
 from optax_accum._rows.analysis import CASTS, FormAnalysis
-from optax_accum._rows.locality import NESTED, programs_inside
+from optax_accum._rows.locality import NESTED
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
 
 Factors = frozenset[tuple[Any, bool]]  # each a value, or a comparison; with False it is `~value`, or `1 - value`
 Products = list[Factors]
 NONE: Factors = frozenset()
+MOST_ENTRIES, MOST_PRODUCTS = 2**17, 100
 
 _SAME = CASTS | {"rev", "transpose"}  # each entry is one of the operand
 _AT_ZERO_ALONE = {"abs", "integer_pow", "max", "reduce_max", "reduce_or", "sign", "sqrt", "square"}
@@ -77,6 +79,7 @@ class _Body:
         self.steps, self.array, self.original = list(steps), array, original
         self.made_by = {value: step for step in self.steps for value in step.outs}
         self.given: dict[Any, tuple[_Body, Any]] = {}  # the values that a program inside another one takes from it
+        self.outputs: Sequence[Any] = ()  # of a program inside another one
 
     def number(self, value: Any) -> Any:
         """The number that each entry of a constant is; None if there are several."""
@@ -89,9 +92,11 @@ class _Body:
         return bool(entries.size) and bool((entries > 0).all())
 
     def _entries(self, value: Any) -> np.ndarray:
+        """Those of a small constant; none of any other value."""
         array = self.array(value)
-        is_unknown = array is None or isinstance(array, Tracer)
-        return np.asarray([] if is_unknown or jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended) else array)
+        is_known = array is not None and not isinstance(array, Tracer) and np.size(array) <= MOST_ENTRIES
+        is_here = is_known and getattr(array, "is_fully_addressable", True)
+        return np.asarray(array if is_here and not jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended) else [])
 
     def maker(self, value: Any) -> _Step | None:
         return None if isinstance(value, core.Literal) else self.made_by.get(self.original(value))
@@ -134,8 +139,9 @@ class _Body:
         if _is_negation(self, step):
             return self.products(ins[name == "sub"], 1 - number)
         if name in NESTED - {"cond", "while"}:
-            ((inside, _, outputs),) = self.inside(step)
-            return inside.products(outputs[list(step.outs).index(value)], number)
+            (program,) = programs_of(step.eqn)
+            inside = self.inside(step, program)
+            return inside.products(inside.outputs[list(step.outs).index(value)], number)
         if name == "select_n" and len(ins) == 3:
             test, *cases = ins
             return [
@@ -161,16 +167,15 @@ class _Body:
         is_told = (is_itself == bool(number)) == (how == "==")
         return self.products(value) if is_told and self.number(other) == 0 else None
 
-    def inside(self, step: _Step) -> "Iterator[tuple[_Body, Sequence[Any], Sequence[Any]]]":
-        """The programs inside a step, each with its inputs and outputs."""
-        for program, _ in programs_inside(step.eqn, step.eqn):
-            jaxpr, consts = compilers.opened(program)
-            arrays = dict(zip(jaxpr.constvars, consts, strict=True))
-            array = lambda value, arrays=arrays: value.val if isinstance(value, core.Literal) else arrays.get(value)
-            body = _Body((_Step(eqn, eqn.invars, eqn.outvars) for eqn in jaxpr.eqns), array, lambda value: value)
-            operands = step.ins[1:] if step.name == "cond" else step.ins
-            body.given = {var: (self, operand) for var, operand in zip(jaxpr.invars, operands, strict=True)}
-            yield body, jaxpr.invars, jaxpr.outvars
+    def inside(self, step: _Step, program: Inside) -> "_Body":
+        """A program inside a step."""
+        jaxpr, consts = compilers.opened(program.program)
+        arrays = dict(zip(jaxpr.constvars, consts, strict=True))
+        array = lambda value: value.val if isinstance(value, core.Literal) else arrays.get(value)
+        body = _Body((_Step(eqn, eqn.invars, eqn.outvars) for eqn in jaxpr.eqns), array, lambda value: value)
+        body.given = {var: (self, of) for var, of in zip(jaxpr.invars, program.taken(step.ins), strict=True)}
+        body.outputs = jaxpr.outvars
+        return body
 
 
 def _is_negation(body: _Body, step: _Step) -> bool:
@@ -184,8 +189,8 @@ def _is_negation(body: _Body, step: _Step) -> bool:
 
 
 def _either(a: Products, b: Products) -> Products:
-    """What follows if one of two values is 0."""
-    return [one | other for one, other in itertools.product(a, b)]
+    """What follows if one of two values is 0: so much that no loss takes long, however it makes its mask."""
+    return [one | other for one, other in itertools.islice(itertools.product(a, b), MOST_PRODUCTS)]
 
 
 class _Part(NamedTuple):
@@ -269,25 +274,22 @@ class _Followed:
 
     def _inside(self, step: _Step, parts: Sequence[_Part]) -> list[_Part]:
         """Of a function, of branches, or of each iteration of a loop."""
-        given = list(parts[1:] if step.name == "cond" else parts)
         if step.name == "while":
             return [_NOTHING] * len(step.outs)
-        if step.name != "scan":
-            return list(map(_in_all, *(self._results(inside, given) for inside in self.body.inside(step))))
-        consts, carried = compilers.sizes_of_scan(step.eqn)
-        (inside,) = self.body.inside(step)
-        while True:
-            carry, results = given[consts : consts + carried], self._results(inside, given)
-            given[consts : consts + carried] = map(_in_all, carry, results)
-            if given[consts : consts + carried] == carry:
-                return results
+        programs = programs_of(step.eqn)
+        found = [program.followed(parts, self._follow(step, program), _in_all)[1] for program in programs]
+        return list(map(_in_all, *found))
 
-    def _results(self, program: tuple[_Body, Sequence[Any], Sequence[Any]], given: Sequence[_Part]) -> list[_Part]:
-        body, inputs, outputs = program
-        inside = _Followed(body, self.products)
-        inside.parts.update(zip(inputs, given, strict=True))
-        inside.run()
-        return list(map(inside.part, outputs))
+    def _follow(self, step: _Step, program: Inside) -> Callable[[Any, Sequence[_Part]], list[_Part]]:
+        body = self.body.inside(step, program)
+
+        def follow(_: Any, given: Sequence[_Part]) -> list[_Part]:
+            inside = _Followed(body, self.products)
+            inside.parts.update(zip(body.given, given, strict=True))
+            inside.run()
+            return list(map(inside.part, body.outputs))
+
+        return follow
 
 
 def _common(factors: Sequence[Factors]) -> Factors:
