@@ -31,12 +31,12 @@ WHY = {  # a target was missed, by the beginning of its name
     ),
     "held by a plan": "the same; keep `safety` at 0.75 for convolutions on a CPU",
     "in place, temporary memory": (
-        "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
-        "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
+        "a `switch` over layers before JAX 0.12; layers one by one that are cast before, 0.5: XLA casts all of them "
+        "once, outside the loop over micro-batches, and keeps the casts; the same by hand. Layers in a scan meet it"
     ),
     "statistics, beyond that": (
-        "float32 parameters on an H100: XLA writes a gradient to take its norm, instead of adding it by the product "
-        "that makes it. In bfloat16, and on a v5e, it is 0"
+        "on an H100 XLA writes a gradient to take its norm, instead of adding it by the product that makes it: at most "
+        "2 of 16 layers. On a v5e it is 0"
     ),
 }
 HEAD = """\
