@@ -114,10 +114,14 @@ def _looped(equation: Any, values: Sequence[Any], run: Callable[[int, list[Any]]
     predicate, body = programs_of(equation)
     fixed = values[: len(values) - len(equation.outvars)]
     goes_on = lambda carry: run(0, predicate.taken([*fixed, *carry]))[0]
+    is_batched = bool(compilers.opened(predicate.program)[0].outvars[0].aval.shape)
 
     def step(carry: list[Any]) -> list[Any]:
-        after, more = run(1, body.taken([*fixed, *carry])), goes_on(carry)
-        return [where_rows(more, new, old) for new, old in zip(after, carry, strict=True)] if more.ndim else after
+        after = run(1, body.taken([*fixed, *carry]))
+        if not is_batched:
+            return after
+        more = goes_on(carry)
+        return [where_rows(more, new, old) for new, old in zip(after, carry, strict=True)]
 
     return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, list(values[len(fixed) :]))
 

@@ -93,8 +93,9 @@ class Weigher:
         _check_batch_tells(answer)
         if answer.reasons:
             _warn(map(str, answer.reasons))
-        if lost := [lost_where(weight) for weight in answer.weights if weight.lost]:
-            messages.warn(f"{' '.join(lost)} {LOST} {WITHIN}")
+        if any(one.lost for one in answer.denominators):
+            lost = " ".join(lost_where(weight) for weight in answer.weights if weight.lost)
+            messages.warn(f"{lost} {LOST} {WITHIN}")
         if not answer.denominators or answer.denominators[0].makes is None:
             return None
         return answer

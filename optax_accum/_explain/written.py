@@ -49,7 +49,7 @@ def summed(program: Program, denominator: Denominator, inputs: Sequence[str], fu
         return ""
     try:
         return writer.written(makes.ins[0], inside=True)
-    except _UnwritableError:
+    except (_UnwritableError, RecursionError):
         return ""
 
 

@@ -292,5 +292,6 @@ CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy
 def _keeps_numbers(equation: Equation) -> bool:
     """Whether a result has one number, or an equation is a cast that changes none: a mask of bools has one sum."""
     (before,), (after,) = equation.ins, equation.outs
-    is_wider = jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype
-    return after.axis is None or (equation.name == "convert_element_type" and is_wider)
+    if after.axis is None or equation.name != "convert_element_type":
+        return after.axis is None
+    return jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype

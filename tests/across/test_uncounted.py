@@ -241,6 +241,10 @@ VANISH = {  # the sum is 0 where the count is
 of_functions = [in_chunks, of_each_row, of_layers, safe, both_masked, pairs_of_tokens, weighted_classes, bag_of_words]
 VANISH |= {fun.__name__: fun for fun in (*of_functions, transcribed, divergence)}
 LEFT = {  # the sum is not 0 where the count is, or nothing shows it
+    "above 0": lambda p, b: (jnp.sum(b["x"][:, 0] * rows(p, b)), jax.nn.relu(b["x"][:, 0]).sum()),
+    "a bit": lambda p, b: (jnp.sum((b["object"] > 0) * tokens(p, b)), ((b["object"] & 2) > 0).sum()),
+    "one minus exp": lambda p, b: (jnp.sum(rows(p, b)), jnp.sum(1 - jnp.exp(-b["known"]))),
+    "whole parts": lambda p, b: (jnp.sum((b["known"] > 0) * rows(p, b)), b["known"].astype(jnp.int32).sum()),
     "all rows": lambda p, b: (jnp.sum(rows(p, b)), b["row"].sum()),
     "focal": lambda p, b: (jnp.sum(focal(p, b)), (b["label"] >= 0).sum()),
     "valid anchors": lambda p, b: (jnp.sum(b["x"][:, :1] ** 2 * focal(p, b)), (b["token"] & (b["label"] > 0)).sum()),
@@ -317,6 +321,27 @@ def cases(table, but):
 def test_a_sum_that_is_zero_where_its_count_is_needs_no_warning(name, shape):
     loss = shaped(VANISH[name], shape)
     assert not is_lost(loss)
+
+
+def of_many_parts(b):
+    """A chain: to follow each of its parts by itself would take Python's whole stack."""
+    return sum(as_float(b["row"]) * b["v"] for _ in range(400))
+
+
+def doubled(b):
+    """Each product is of all before, twice: in all 2**40."""
+    mask = as_float(b["row"])
+    for _ in range(40):
+        mask = mask + mask * b["v"] / 8
+    return mask
+
+
+@pytest.mark.parametrize("count", [*sweep([of_many_parts]), doubled])
+def test_a_long_count_is_read(count):
+    loss = lambda p, b: jnp.sum(count(b) * rows(p, b)) / jnp.maximum(count(b).sum(), 1e-6)
+    params, warned = trained(loss)
+    assert (warned, off(loss, params) < 1e-4) == ([], True), (warned, off(loss, params))
+    assert optax_accum.explain(lambda p, b: loss(p, b) + jnp.sum(p["w"] ** 2), PARAMS, BATCH).verdict == "exact"
 
 
 @pytest.mark.parametrize("name", sweep(VANISH, but=["bools", "labels, turned", "lengths", "in_chunks", "safe"]))
