@@ -499,3 +499,8 @@ def test_a_loss_for_one_number_of_rows_is_refused():
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(TypeError, match="scalar"):
         explain(losses.nll, PARAMS, BATCH)
+
+
+def test_a_key_that_a_loss_makes_is_read():
+    loss = lambda w, x: jnp.mean((x @ w) ** 2) * jax.random.uniform(jax.random.split(jax.random.key(0), 2)[1])
+    assert explain(loss, jnp.ones(3), jnp.ones((8, 3))).verdict == "exact"
