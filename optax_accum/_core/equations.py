@@ -56,7 +56,7 @@ class Inside(NamedTuple):
 
 
 def programs_of(equation: Any) -> list[Inside]:
-    """The programs that an equation runs, but for those of a reduction, a solver or a derivative."""
+    """The programs that an equation runs: loops, branches, functions; not those of a solver or a derivative."""
     name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))
     if name == "scan":
         consts, carried = compilers.sizes_of_scan(equation)

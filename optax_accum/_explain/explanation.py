@@ -59,8 +59,8 @@ class Weight:
       sums: the lines of the sums over rows that it divides.
       summed: what is added up, as an expression; "" where that is too long.
       guarded_by: the operation at `guard`; "" if there is none.
-      lost: the lines of the sums that a micro-batch leaves out where the
-        weight is 0, though nothing shows that they are 0 there, too.
+      lost: the lines of the sums that may be other than 0 where the weight
+        is 0; such a micro-batch is left out.
     """
 
     text: str
@@ -187,8 +187,8 @@ BY_ITSELF = (
     "counts by its rows: pass weight= if rows are padded."
 )
 LOST = (
-    "If it is, multiply what it adds up by what is counted, or pass weight_fn=. Else return a Ratio, with other terms "
-    "times the count: Ratio(total + count * decay, count)."
+    "If that sum is 0 there, multiply its terms by what is counted, or pass weight_fn=. Else return a Ratio, with other "
+    "terms times the count: Ratio(total + count * decay, count)."
 )
 
 
