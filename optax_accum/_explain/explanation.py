@@ -187,8 +187,8 @@ BY_ITSELF = (
     "counts by its rows: pass weight= if rows are padded."
 )
 LOST = (
-    "If that sum is 0 there, multiply its terms by what is counted, or pass weight_fn=. Else return a Ratio, with other "
-    "terms times the count: Ratio(total + count * decay, count)."
+    "If that sum is 0 there, multiply its terms by what is counted, or pass weight_fn=. Else return a Ratio, with "
+    "other terms times the count: Ratio(total + count * decay, count)."
 )
 
 
