@@ -287,13 +287,11 @@ AWKWARD = {
 }
 IN_A_DTYPE = [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
 AS_ANOTHER = (  # as in a branch twice, as joined in a loop, as scanned over and handed on, as in a function twice
-    *(
-        "in a branch",
-        "stacked in a loop",
-        "scanned over and closed over",
-        "scanned over twice",
-        "a barrier around a slice",
-    ),
+    "in a branch",
+    "stacked in a loop",
+    "scanned over and closed over",
+    "scanned over twice",
+    "a barrier around a slice",
 )
 
 

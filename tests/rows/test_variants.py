@@ -40,7 +40,15 @@ def enough(name, number):
 
 
 IN_EACH_RUN = [
-    *("scatters", "gathers", "dynamic_slices", "stacks", "tiles", "broadcasts", "reductions", "products", "drawn"),
+    "scatters",
+    "gathers",
+    "dynamic_slices",
+    "stacks",
+    "tiles",
+    "broadcasts",
+    "reductions",
+    "products",
+    "drawn",
 ]
 
 
