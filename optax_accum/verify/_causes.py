@@ -98,7 +98,7 @@ def _explain_pair(runs: StepErrors, copied: np.ndarray, one: np.ndarray) -> wind
         for slot in seen.linear:
             (came, off), (right, fits) = seen.combined(slot, of=found), seen.combined(slot)
             if max(off, fits) < seen.near:
-                return Shares(came, right, e.counts, seen.near)
+                return Shares(came, right, e.counts, seen.near, max(off, fits))
         return None
 
     places = list(filter(None, map(shares, range(k))))

@@ -120,6 +120,6 @@ def _missing(w: Second) -> Iterator[Said]:
     for slot in filter(w.e.large, w.e.linear):
         (*came, _), off = w.fit(slot, w.parts())
         (*right, _), fits = w.fit(slot, w.parts(), of=w.right)
-        shares = Shares(came, right, [], w.e.near)
+        shares = Shares(came, right, [], w.e.near, max(off, fits))
         if max(off, fits) < w.e.near and not shares.negative and shares.missing:
             yield shares.why_missing()

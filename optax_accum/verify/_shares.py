@@ -7,6 +7,7 @@ import numpy as np
 from optax_accum.verify._explanations import EDGE
 
 Said = tuple[str, str]  # the name of a fault, and the evidence
+TIE = 1e-4  # a distance below it is rounding
 AS_LONG = "Each is made as long as the others before it is added."
 
 
@@ -17,6 +18,7 @@ class Shares(NamedTuple):
     right: list[float]
     counts: list[list[float]]  # what a loss may divide by: the rows of the micro-batches, and counts in the batch
     near: float
+    off: float  # how far the change that came out is from a sum of these shares
 
     @property
     def says(self) -> str:
@@ -57,7 +59,8 @@ class Shares(NamedTuple):
     def missing(self) -> list[int]:
         """The micro-batches that should count, and do not."""
         most = max(self._ratios.values(), default=0.0)
-        return [n for n, ratio in self._ratios.items() if ratio < self.near * most]
+        least = 10 * TIE if self.off < TIE else self.near
+        return [n for n, ratio in self._ratios.items() if ratio < least * most]
 
     @property
     def _ratios(self) -> dict[int, float]:
@@ -120,7 +123,7 @@ def compare_places(places: list[Shares]) -> Said | None:
     came, right = (
         [pair[1] / sum(pair) for pair in pairs] for pairs in zip(*(place[:2] for place in places), strict=True)
     )
-    by_place = Shares(came, right, [], near)
+    by_place = Shares(came, right, [], near, max(place.off for place in places))
     if not by_place.alike:
         return by_place.why_missing() if by_place.missing else by_place.why_unequal(by_place=True)
     return None if of.alike else of.why_unequal(by_place=False)

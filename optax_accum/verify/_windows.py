@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 from optax_accum.verify import _running as running
 from optax_accum.verify._explanations import MORE, Change, Explanations
-from optax_accum.verify._shares import Said, Shares, listed
+from optax_accum.verify._shares import TIE, Said, Shares, listed
 
 Foretold = tuple[str, float, str]  # the fault, the distance between its update and the observed one, the evidence
-TIE = 1e-4  # distances below it are rounding: the first fault wins
 MEAN = "What came out is a mean of what each micro-batch alone would give"
 NO_COMBINATION = "the whole batch's gradient is no combination of theirs"
 CLIPPED = "each is clipped, or normalised, before it is added"
@@ -90,7 +90,9 @@ def explained(w: WindowView) -> Said | None:
     w = dataclasses.replace(w, linear=off)  # one of two optimizers may be right
     faults = [one for one in foretold(w) if one[1] < w.e.near]
     best = min((distance for _, distance, _ in faults), default=0.0)
-    near = [(kind, says) for kind, distance, says in faults if distance <= max(2 * best, TIE)]
+    near = [(kind, says) for kind, distance, says in faults if distance <= max(2 * best, TIE)]  # the first of them wins
+    if best > 10 * TIE and off and all(w.e.combined(slot, of=w.found)[1] < TIE for slot in off):
+        near = [*itertools.islice(fitted(w), 1), *near]  # shares that fit to rounding
     views = filter(None, (w.unclipped, w.by_leaf)) if not w.e.partial else ()
     return next(iter(near), None) or next(fitted(w), None) or next(filter(None, map(explained, views)), None)
 
@@ -162,7 +164,8 @@ def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
     e = w.e
     if says := w.coupling():
         return "coupled examples", says
-    saturates = any(map(e.saturates, slots)) or (not e.few and bool(e.decay(w.found)))
+    # The first change of Adam's parameters, whose entries are all alike, looks as if it were clipped, too.
+    saturates = any(map(e.saturates, slots)) or (not e.few and "params" in slots and bool(e.decay(w.found)))
     if e.few:
         return None if saturates else ("mean of means", f"{MEAN}; in the whole batch they count unlike.")
     slot = max(slots, key=lambda slot: e.distance(w.found, e.whole, slot))
@@ -202,7 +205,7 @@ def fitted(w: WindowView) -> Iterator[Said]:
     slots = [] if e.few or k == 1 else [*w.linear, *e.roots, *([] if w.linear else filter(e.large, e.slots))]
     for slot in slots:
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
-        shares = Shares(came, right, e.counts, near)
+        shares = Shares(came, right, e.counts, near, off)
         if off >= near or not _count(w, came) or e.distance(w.found, e.whole, slot) < near:
             continue
         if fits >= near:

@@ -773,6 +773,19 @@ def test_a_sample_of_the_benchmark():
     assert [cause.kind for cause in planted("sum for a mean", 0).report().causes] == ["sum for a mean"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        pytest.param("coupled examples", 16, marks=pytest.mark.sweep),  # AdamW's first change looks clipped
+        ("wrong weights", 13),  # the second of two counts for 1 %
+        pytest.param("wrong weights", 19, marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.usefixtures("rank_promotion")
+def test_what_looks_like_another_fault(kind, number):
+    assert [cause.kind for cause in planted(kind, number).report().causes][:1] == [kind]
+
+
 def test_the_steps_of_the_benchmark_differ():
     names = {sound_step(number).name.split(",")[0] for number in range(50)}
     assert len(names) >= 10
