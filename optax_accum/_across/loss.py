@@ -14,7 +14,7 @@ from optax_accum._core import convolutions, matching, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree
-from optax_accum._loss.backward import Adding, Backward, add_last, add_to, contribution, forward
+from optax_accum._loss.backward import Adding, Backward, add_to, contribution, forward
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
@@ -98,17 +98,17 @@ class Loss:
         if acc is None or (not how and (self.meter.measures or amount is None)):
             backward, (loss, value, amount) = run()
             return Done(loss, value, amount, backward.gradient())  # the window adds it, and measures it
-        add = functools.partial(add_to, first=index == 0, rest=rest, how=how, vary=device.vary, together=together)
-        if how and ending is not None:
-            how = dataclasses.replace(how, finish=ending.finish)
-            known = None if amount is None else amount.grad_weight
-            acc, squares, (loss, value, counted) = add_last(acc, run, known, index == 0, how=how, vary=device.vary)
-            amount = counted if amount is None else amount
-        elif amount is not None:
-            acc, squares, (loss, value, _) = add(acc, run, amount.grad_weight)
-        else:
-            backward, (loss, value, amount) = run()  # a Ratio has its count only when it has been run
-            acc, squares, _ = add(acc, lambda: (backward, None), amount.grad_weight, rest=lambda: None)
+        how = how and dataclasses.replace(how, finish=ending and ending.finish)
+        gradient_of, rest_of, done = run, rest, None
+        if amount is None and ending is None:  # a Ratio has its count only when it has been run
+            backward, done = run()
+            gradient_of, rest_of, amount = lambda: (backward, None), lambda: None, done[-1]
+        known = None if amount is None else amount.grad_weight
+        add = functools.partial(add_to, acc, how=how, vary=device.vary, together=together)
+        squares: list[Any]
+        acc, squares, found = add(gradient_of, known, index == 0, rest=rest_of)
+        loss, value, counted = done or found
+        amount = amount or counted
         measured = self.meter.by_group(parted(params, is_inexact)[1](squares)) if squares else None
         reduced = None if ending is None else ending.reduced(acc)
         return Done(loss, value, amount, Added(acc, measured, reduced))

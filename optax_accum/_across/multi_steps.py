@@ -8,7 +8,7 @@ import optax
 
 from optax_accum._across.transformation import rules_of
 from optax_accum._arguments import callables
-from optax_accum._core import arithmetic, dtypes
+from optax_accum._core import arithmetic, dtypes, leaves
 from optax_accum._core.state import map_states, new_state, no_means, states_in
 from optax_accum._core.types import Tree
 from optax_accum._shared.arrays import short
@@ -89,4 +89,4 @@ def from_multi_steps(state: Tree, tx: optax.GradientTransformation) -> Tree:
             emitted=jnp.asarray((node.mini_step == 0) & (node.gradient_step > 0)),
         )
 
-    return map_states(convert, state, kind=optax.MultiStepsState)
+    return map_states(convert, leaves.unwrapped(state), kind=optax.MultiStepsState)

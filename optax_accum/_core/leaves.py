@@ -23,6 +23,12 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
+def unwrapped(tree: Tree) -> Tree:
+    """The same with the array itself in place of what holds one, such as a variable of NNX."""
+    holds = lambda node: hasattr(node, "__jax_array__")
+    return jax.tree.map(lambda leaf: leaf.__jax_array__() if holds(leaf) else leaf, tree, is_leaf=holds)
+
+
 def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._core import dtypes, messages
-from optax_accum._core.leaves import by_path, is_inexact
+from optax_accum._core.leaves import by_path, is_inexact, unwrapped
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
 from optax_accum._shared.arrays import short
@@ -133,7 +133,7 @@ def has_updated(state: Tree) -> jax.Array:
       False
       True
     """
-    return jnp.asarray(find_state(state).emitted)  # or a variable of NNX
+    return find_state(state).emitted
 
 
 def as_mean_args(names: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def find_state(state: Tree) -> AccumulationState:
             f"holds {len(windows)}. "
             + ("Pass the one that is meant." if windows else "Pass the state of an `accumulate_gradients`.")
         )
-    return windows[0]
+    return unwrapped(windows[0])
 
 
 def micro_step_of(state: Tree, *, keyed: bool) -> jax.Array | int:

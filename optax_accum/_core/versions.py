@@ -3,6 +3,7 @@
 It is compared here, in `compilers`, and in `accelerators._absent`.
 """
 
+import functools
 import os
 
 import jax
@@ -31,8 +32,9 @@ def require(what: str, since: tuple[int, ...], remedy: str) -> None:
 WITHOUT_XNNPACK = "--xla_cpu_use_xnnpack=false"
 
 
+@functools.cache
 def warn_of_stale_products() -> None:
-    """Warns on a CPU whose XNNPACK packs a matrix once for each address, and so misses an update in place."""
+    """Warns once on a CPU whose XNNPACK packs a matrix once for each address, and so misses an update in place."""
     if JAX >= (0, 8, 2) or WITHOUT_XNNPACK in os.environ.get("XLA_FLAGS", ""):
         return
     if jax.default_backend() == "cpu":

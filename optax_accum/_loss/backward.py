@@ -92,7 +92,7 @@ class Backward:
 def add_to(
     acc: Tree,
     run: Callable[[], tuple[Backward, Any]],
-    weight: Weight,
+    weight: Weight | None,
     first: jax.Array,
     *,
     rest: Callable[[], Any],
@@ -103,19 +103,24 @@ def add_to(
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and the rest of `run`'s result.
 
     A micro-batch of weight 0 is not run, for its loss is often 0 / 0: the rest, which `rest` computes alone, is zeros.
-    Where devices run `together`, it is run, and adds zeros. Without `how` the gradient is written before it is added.
-    `vary` is `device.vary`.
+    Where devices run `together`, or add a sum together in this backward pass, it is run, and adds zeros. For a Ratio
+    pass `weight=None`: the result of `run` then has its amount last. Without `how` the gradient is written before it is
+    added. `vary` is `device.vary`.
     """
     start = compilers.zeroed(acc, first) if how else acc
 
-    def added(counts: Flag = True) -> tuple[Tree, list[jax.Array], Any]:
+    def added(weight: Weight | None = weight, *, selects: bool = False) -> tuple[Tree, list[jax.Array], Any]:
         backward, returned = run()
+        actual = returned[-1].grad_weight if weight is None else weight
+        counts = flags.known(actual != 0) if selects else True
+        kept = returned if weight is None else _where(counts, returned)  # a known weight of 0: as if it had not run
         if not how:
-            return arithmetic.add(start, backward.gradient(), weight, first), [], vary(returned)
+            total = arithmetic.add(start, backward.gradient(), actual, first)
+            return flags.selected(counts, total, acc), [], vary(kept)
         backward.cotangent, ready = compilers.ready_together(backward.cotangent, start)
         leaves, treedef = jax.tree.flatten(ready)
-        totals, squares, _ = backward.add_to(leaves, how, weight, counts)
-        return treedef.unflatten(totals), vary(squares), vary(returned)
+        totals, squares, _ = backward.add_to(leaves, how, actual, counts)
+        return treedef.unflatten(totals), vary(_where(counts, squares)), vary(kept)
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
         returned = arithmetic.zeros_of(jax.eval_shape(rest))
@@ -123,41 +128,12 @@ def add_to(
             return start, vary(list(how.squares)), vary(returned)
         return jax.tree.map(lambda sum_: jnp.where(first, jnp.zeros_like(sum_), sum_), acc), [], vary(returned)
 
+    if weight is None or (how and how.finish):
+        return added(selects=True)
     counts = flags.known(weight != 0)
     if isinstance(counts, bool):
         return added() if counts else unrun()
-    if together:
-        total, *others = added(counts)
-        return (
-            (total, *_where(counts, others)) if how else (flags.selected(counts, total, acc), *_where(counts, others))
-        )
-    return compilers.branch(counts, added, unrun)
-
-
-def add_last(
-    acc: Tree,
-    run: Callable[[], tuple[Backward, Any]],
-    weight: Weight | None,
-    first: jax.Array,
-    *,
-    how: Adding,
-    vary: Callable[[Tree], Tree],
-) -> tuple[Tree, list[jax.Array], Any]:
-    """Adds the last gradient of a window, in a backward pass that also finishes each sum: see `add_to`.
-
-    It is run whatever its weight, for devices add a sum together. For a Ratio pass `weight=None`; the result of `run`
-    then has its amount last.
-    """
-    backward, returned = run()
-    actual = returned[-1].grad_weight if weight is None else weight
-    counts = flags.known(actual != 0)
-    backward.cotangent, ready = compilers.ready_together(backward.cotangent, compilers.zeroed(acc, first))
-    leaves, treedef = jax.tree.flatten(ready)
-    totals, squares, _ = backward.add_to(leaves, how, actual, counts)
-    squares = _where(counts, squares)
-    if weight is not None:  # what was known to weigh nothing has no loss, as if it had not run
-        returned = _where(counts, returned)
-    return treedef.unflatten(totals), vary(squares), vary(returned)
+    return added(selects=True) if together else compilers.branch(counts, added, unrun)
 
 
 def _where(counts: Flag, tree: Tree) -> Tree:

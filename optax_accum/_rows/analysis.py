@@ -200,9 +200,9 @@ class FormAnalysis:
         if self._is_extreme(equation):
             extreme = Term(frozenset([(Extreme(equation.outs[0], equation), 1)]))
             return Form((extreme,), self.form(equation.ins[0]).reasons)
-        with_rows = kind not in (Kind.NO_ROWS, Kind.MADE)
-        forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
-        if kind is Kind.PARTIAL:
+        takes_rows = kind not in (Kind.NO_ROWS, Kind.MADE) and any(value.axis is not None for value in equation.ins)
+        forms = [self._spread(value, equation) if takes_rows else self.form(value) for value in equation.ins]
+        if kind is Kind.PARTIAL and takes_rows:  # others follow a sum in its parts
             return self._reduced(equation, forms)
         if kind is Kind.WHOLE:  # separate rows in another order; the numbers of rows are their order
             pairs = zip(equation.ins, forms, strict=True)
@@ -243,7 +243,8 @@ class FormAnalysis:
     def _why(self, equation: Equation, form: Form) -> Reason:
         """The reason why an operation on a value that is not plain does not add up."""
         if form.sums:
-            return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place)
+            is_certain = equation.name in _CURVED and not self.of_params.isdisjoint(equation.ins)
+            return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place, is_certain)
         for by in (by for term in form.terms for by in extremes_of(term.powers)):
             return Reason(f"{equation.name} of {by}", by.by.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
@@ -286,6 +287,8 @@ class FormAnalysis:
 
 
 _HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
+# No weight of a micro-batch makes up for these; for a logarithm, the sum itself does.
+_CURVED = {"cbrt", "exp", "exp2", "expm1", "integer_pow", "pow", "rsqrt", "sqrt", "square"}
 CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "stop_gradient"}
 
 

@@ -86,7 +86,11 @@ def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) 
             return added(scaled).because(*form.reasons, *other.reasons)
         if form.sums and scalar is not None:
             return form.times(scalar, analysis.guards_of(equation.ins[place])).because(*other.reasons)
-    return None
+    if not all(form.sums for form in forms):
+        return None
+    reasons = [reason for form in forms for reason in form.reasons]
+    text = "a {} times another {}".format(*(name_of(form.sums[0]) for form in forms))
+    return Form().because(*reasons, Reason(text, equation.place, is_certain=True))
 
 
 def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:

@@ -8,26 +8,19 @@ is `start + sum(lax.map(f, rows))`: the map treats rows one by one, and the sum 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, evaluation
 from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import CALLS, is_checkpoint, needed, programs_of
+from optax_accum._core.equations import CALLS, CHECKPOINTS, needed, programs_of
 from optax_accum._rows import locality
 
-
-class NotASumError(Exception):
-    """What a loop carries is no running sum."""
-
-
-class Carried(NamedTuple):
-    """What a loop carries, at this place, with what was added to it."""
-
-    place: int
-    added: Sequence[Any] = ()
+# For each value, the place of what a loop carries that it is, with something added; None for what is not made of it.
+Places = list[int | None]
+OTHERWISE = -1  # made of it in another way
 
 
 def rewrite_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Sequence[Any]] | None:
@@ -50,11 +43,12 @@ def rewrite_running_sums(equation: Any) -> tuple[Callable[..., list[Any]], Seque
         return None  # what is added would be kept for each row
     if any(is_narrow(value.aval.dtype) for value in equation.ins[consts : consts + carried]):
         return None  # a running sum in bfloat16 is rounded at each step
-    fun = functools.partial(_run, single, consts, carried)
-    try:
-        jax.eval_shape(fun, *(jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype) for value in equation.ins))
-    except NotASumError:
+    body = compilers.opened(single.params["jaxpr"])[0]
+    begun: Places = [None] * len(body.invars)
+    begun[consts : consts + carried] = range(carried)
+    if _followed(body, begun) != [*range(carried), *[None] * (len(body.outvars) - carried)]:
         return None
+    fun = functools.partial(_run, single, consts, carried)
     return fun, equation.ins
 
 
@@ -66,25 +60,18 @@ def _are_small(scan: Any, consts: int, carried: int) -> bool:
 
 def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
     fixed, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
-    body, _ = compilers.opened(scan.params["jaxpr"])
+    closed = scan.params["jaxpr"]
+    body, _ = compilers.opened(closed)
     results = list(range(len(body.outvars)))
 
     def run_rows(wanted: Sequence[int]) -> list[Any]:
         """The sums, and the other results, at these places among the results of the loop."""
-
-        def run_row(row: Sequence[Any]) -> list[Any]:
-            found = _evaluated(scan.params["jaxpr"], [*fixed, *map(Carried, range(carried)), *row], wanted)
-            return [added(value, place, body.outvars[place].aval) for place, value in zip(wanted, found, strict=True)]
-
-        def summed(value: Any, place: int) -> Any:
-            return value if place >= carried else start[place] + jnp.sum(value, 0, dtype=start[place].dtype)
-
-        return list(map(summed, jax.lax.map(run_row, list(rows)), wanted))
-
-    def added(value: Any, place: int, aval: Any) -> Any:
-        if isinstance(value, Carried) != (place < carried) or (place < carried and value.place != place):
-            raise NotASumError
-        return sum(value.added, jnp.zeros(aval.shape, aval.dtype)).astype(aval.dtype) if place < carried else value
+        outvars = [body.outvars[place] for place in wanted]
+        program = closed.replace(jaxpr=body.replace(eqns=needed(body, wanted)[0], outvars=outvars))
+        nothing = [jnp.zeros_like(leaf) for leaf in start]
+        found = jax.lax.map(lambda row: evaluation.run(program, [*fixed, *nothing, *row]), list(rows))
+        add_up = lambda at, leaf: leaf if at >= carried else start[at] + jnp.sum(leaf, 0, dtype=start[at].dtype)
+        return list(map(add_up, wanted, found))
 
     # A count of tokens, which takes no parameters, is a loop of its own: the batch alone decides it.
     of_batch = [place for place in results if needed(body, [place])[1].isdisjoint(body.invars[:consts])]
@@ -95,47 +82,21 @@ def _run(scan: Any, consts: int, carried: int, *values: Any) -> list[Any]:
     return [found[place] for place in results]
 
 
-def _evaluated(program: Any, values: Sequence[Any], wanted: Sequence[int] | None = None) -> list[Any]:
-    """Evaluates results of a program in which nothing but a sum takes what a loop carries."""
-    jaxpr, consts = compilers.opened(program)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    places = range(len(jaxpr.outvars)) if wanted is None else wanted
-    results = [jaxpr.outvars[place] for place in places]
-    return evaluation.in_order(needed(jaxpr, places)[0], env, results, _evaluate_equation)
+def _followed(program: Any, begun: Places) -> Places:
+    """The places of a program's results, from those of what it takes."""
+    jaxpr = compilers.opened(program)[0]
+    env = dict.fromkeys(jaxpr.constvars) | dict(zip(jaxpr.invars, begun, strict=True))
+    return evaluation.in_order(jaxpr.eqns, env, jaxpr.outvars, _follow, literal=lambda _: None)
 
 
-def _evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    carried = [value for value in values if isinstance(value, Carried)]
-    if not carried:
-        return evaluation.bind(equation, values)
+def _follow(equation: Any, begun: Sequence[int | None]) -> Places:
+    found: Places = [place for place in begun if place is not None]
+    if not found:
+        return [None] * len(equation.outvars)
     name = equation.primitive.name
-    if name in ("add", "add_any") and len(carried) == 1:
-        (other,) = (value for value in values if value is not carried[0])
-        return [carried[0]._replace(added=[*carried[0].added, other])]
-    if name == "convert_element_type" and equation.params["new_dtype"] == equation.invars[0].aval.dtype:
-        return carried  # what was a Python number
-    if name in CALLS:
-        return _evaluated(programs_of(equation)[0].program, values)
-    if is_checkpoint(equation):
-        return _checkpointed(equation, values)
-    raise NotASumError
-
-
-def _checkpointed(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """The same under `jax.checkpoint`, which takes and returns arrays alone."""
-    indices: list[int | None] = []
-
-    def inner(arrays: Sequence[Any]) -> list[Any]:
-        rest = iter(arrays)
-        mixed = [Carried(v.place) if isinstance(v, Carried) else next(rest) for v in values]
-        results = _evaluated(programs_of(equation)[0].program, mixed)
-        indices[:] = [result.place if isinstance(result, Carried) else None for result in results]
-        return [list(result.added) if isinstance(result, Carried) else result for result in results]
-
-    arrays = [v for v in values if not isinstance(v, Carried)]
-    results = evaluation.checkpointed(equation, inner)(arrays)
-    before = {value.place: value.added for value in values if isinstance(value, Carried)}
-    return [
-        result if index is None else Carried(index, [*before[index], *result])
-        for index, result in zip(indices, results, strict=True)
-    ]
+    if name in (*CALLS, *CHECKPOINTS):
+        return _followed(programs_of(equation)[0].program, [*begun])
+    is_same = name == "convert_element_type" and equation.params["new_dtype"] == equation.invars[0].aval.dtype
+    if len(found) == 1 and (name in ("add", "add_any") or is_same):
+        return found
+    return [OTHERWISE] * len(equation.outvars)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from optax_accum.verify._explanations import MORE, ROOT, Change, Explanations
-from optax_accum.verify._shares import Said, Shares
-from optax_accum.verify._windows import TIE, Foretold
+from optax_accum.verify._shares import TIE, Said, Shares
+from optax_accum.verify._windows import Foretold
 
 LEFT = {False: "not emptied", True: "counter not emptied"}  # what makes a gradient larger, and smaller
 

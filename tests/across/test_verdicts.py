@@ -555,6 +555,40 @@ def sums_of_a_mask(p, b):
 # Pairs of rows: what is linear in each row adds up
 
 
+def routed(p, b):
+    """How much each expert gets, and how many tokens."""
+    each = jax.nn.softmax(b["h"] @ p["w"][:, :E])
+    share = lambda by: jnp.einsum("nl,nle->e", b["mt"], by) / b["mt"].sum()
+    return share(each), share(jax.nn.one_hot(each.argmax(-1), E))
+
+
+@not_exact
+def balance(p, b):
+    probability, share = routed(p, b)
+    return per(p, b).mean() + E * jnp.sum(share * probability)
+
+
+@not_exact
+def balance_of_squares(p, b):
+    return per(p, b).mean() + E * jnp.sum(routed(p, b)[0] ** 2)
+
+
+@exact
+def a_share_without_a_gradient(p, b):
+    probability, share = routed(p, b)
+    return jnp.sum((share + probability) * jnp.arange(E))
+
+
+@not_exact
+def root_of_mean(p, b):
+    return jnp.sqrt(per(p, b).mean())
+
+
+@not_exact
+def perplexity(p, b):
+    return jnp.exp(per(p, b).mean())
+
+
 def gate(p, b):
     return jnp.tanh(b["h"][:, 0] @ p["v"])
 
@@ -774,6 +808,7 @@ KINDS = {
         "batchnorm",
         "hardest_triplet",
         "products_of_pairs",
+        "balance",
     ],
     "cannot be read": ["rows_of_one_group", "log_of_mean", "table_rows", "diagonal_by_a_product"],
 }

@@ -149,6 +149,8 @@ def test_where_they_may_not_train_a_warning_names_the_flag():
 
 def test_the_warning_is_for_cpus_without_the_flag(monkeypatch):
     monkeypatch.setattr(versions, "JAX", (0, 7, 2))
+    warns = versions.warn_of_stale_products
+    monkeypatch.setattr(versions, "warn_of_stale_products", warns.__wrapped__)  # once is enough
     monkeypatch.setenv("XLA_FLAGS", f"--xla_some_flag {versions.WITHOUT_XNNPACK}")
     versions.warn_of_stale_products()
     monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")

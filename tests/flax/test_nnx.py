@@ -432,6 +432,20 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
     assert temporary(nnx.Optimizer) > 0.9
 
 
+def test_what_a_state_tells_is_arrays():
+    """In NNX a state holds variables."""
+    model = Net(nnx.Rngs(0))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3, statistics=True)
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(nnx_loss)(model, (X, Y))
+    optimizer.update(model, grads, weight=3.0)
+    state = optimizer.opt_state
+    close(jax.tree.leaves(optax_accum.mean_grads(state)), jax.tree.leaves(grads))
+    found = optax_accum.statistics.gradient_noise_scale(state)
+    counts = (optax_accum.has_updated(state), *optax_accum.metrics(state).values(), *found)
+    assert all(isinstance(count, jax.Array) for count in counts)
+
+
 @pytest.mark.sweep
 def test_a_running_multi_steps_goes_on():
     """The state of an `nnx.Optimizer` around `optax.MultiSteps`, in the middle of a window."""
@@ -443,7 +457,7 @@ def test_a_running_multi_steps_goes_on():
     step(model, old, cut[0])
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 3)
     new = accum.nnx.Optimizer(model, tx, wrt=nnx.Param)
-    nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(as_pure(old.opt_state), tx)))
+    nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(old.opt_state, tx)))
     for batch in cut[1:]:
         step(model, new, batch)
     assert int(new.updates[...]) == 1
