@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._rows import constants, reordering
-from optax_accum._rows.blocks import mapped_in_blocks
 from optax_accum._rows.forms import (
     ROWS,
     ZERO,
@@ -182,10 +181,6 @@ class FormAnalysis:
     def _read_form(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
             return self._failed(equation, f"{equation.name} is another program for another number of rows")
-        if mapped := mapped_in_blocks(equation, self.orders.made_by):
-            shared, rows = mapped
-            if self.orders.keep(equation, rows):
-                return self._plain(equation, [self._spread(value, equation) for value in (*shared, *rows)])
         is_separate, why_not = self.orders.read(equation, kind)
         if self.pairs.read(equation):
             return self._read_pairs(equation)

@@ -84,13 +84,6 @@ class Orders:
         self.of.update((value, order) for value in equation.outs if value.axis is not None and order != OWN)
         return True, order.why_not if kind is Kind.PARTIAL else None
 
-    def keep(self, equation: Equation, rows: Sequence[Value]) -> bool:
-        """Notes that an equation has its rows in the order of these values; False if they have several."""
-        orders = {self.order(value) for value in rows if value not in self.alike}
-        is_one = len(orders) == 1 and not self.neutral.intersection(rows)
-        self.of.update((value, order) for value in equation.outs for order in orders if is_one and order != OWN)
-        return is_one
-
     def order(self, value: Value) -> Order:
         return self.of.get(value, OWN)
 
