@@ -79,11 +79,6 @@ _FUNCTIONS = {
     "explain": "_explain.explain",
     "verify_step": "verify._verify_step",
 }
-_GONE = {
-    "accumulate": "It is called reduce_microbatches.",
-    "microbatched_apply": "Take microbatched: it needs no roles, and takes devices=.",
-    "plan_microbatches": "Take plan.fit(step_of_k, *args, run=False).",
-}
 
 
 def __getattr__(name: str) -> _Any:
@@ -92,8 +87,7 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module(f"optax_accum.{name}")
     if name in _FUNCTIONS:
         return globals().setdefault(name, getattr(_importlib.import_module(f"optax_accum.{_FUNCTIONS[name]}"), name))
-    remedy = f": {_GONE[name]}" if name in _GONE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -402,9 +402,6 @@ def test_from_multi_steps():
     with pytest.raises(ValueError, match="holds an optax.MultiStepsState: state=ScaleByAdamState"):
         optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS), tx)
     old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
-    for gone in ("reduction", "mean_args"):
-        with pytest.raises(TypeError, match=rf"has no {gone}=: .*from_multi_steps\(state, tx\)"):
-            optax_accum.from_multi_steps(old, **{gone: "mean"})
     with pytest.raises(TypeError, match="tx=.*inside a chain, pass it alone"):
         optax_accum.from_multi_steps(old, optax.chain(tx))
     assert update(tx, state=optax_accum.from_multi_steps(old, tx), value=1.0)[1].mini_step == 1  # the remedy
@@ -679,14 +676,6 @@ def test_a_one_where_jax_takes_argnums_is_asked_about():
     assert "pass it as argnums=1" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("weight_of", r"Ratio\(weight \* mean, weight\)"), ("group_size", "Pass groups as rows")]
-)
-def test_options_that_a_step_had(name, remedy):
-    with pytest.raises(TypeError, match=f"value_and_apply_gradients has no {name}=: .*{remedy}"):
-        optax_accum.value_and_apply_gradients(ROWS_LOSS, build(), **{name: 2})
-
-
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_optimizer_without_state_takes_no_other_one(jit, every):
@@ -743,22 +732,6 @@ def swapped():
 ROWS_LOSS = lambda p, x: jnp.mean(p * x**2)
 
 
-def test_how_rows_cross_levels_is_said_by_a_number():
-    with pytest.raises(TypeError, match='no crossing=: crossing="?.save.*Pass recompute=: .* 0.6 say; 0 for none'):
-        optax_accum.value_and_grad(ROWS_LOSS, 2, crossing="save")
-    for share in (0.6, 0):  # the remedy
-        optax_accum.value_and_grad(ROWS_LOSS, 2, recompute=share)(jnp.float32(1), X)
-    with pytest.raises(TypeError, match="explain has no crossing=: crossing='recompute'. Pass recompute="):
-        optax_accum.explain(ROWS_LOSS, jnp.float32(1), X, crossing="recompute")
-    assert optax_accum.explain(ROWS_LOSS, jnp.float32(1), X, recompute=0.6).one_pass
-    takes_it = lambda p, x, crossing: crossing * ROWS_LOSS(p, x)  # then it is an argument of the loss
-    assert optax_accum.explain(takes_it, jnp.float32(1), X, crossing=2.0).one_pass
-    with pytest.raises(
-        TypeError, match="microbatched has no crossing=: .*Leave it out: .* take value_and_grad, and rec"
-    ):
-        optax_accum.microbatched(ROWS_LOSS, 2, crossing="save")
-
-
 @pytest.mark.parametrize("share", [-0.1, True, "save", float("nan"), float("inf")])
 def test_a_share_of_a_forward_pass_that_is_none(share):
     for build_ in (functools.partial(optax_accum.value_and_grad, ROWS_LOSS, 2), explained):
@@ -772,32 +745,9 @@ def explained(**options):
     return optax_accum.explain(ROWS_LOSS, jnp.float32(1), X, **options)
 
 
-def test_sums_are_added_in_place_anyway():
-    with pytest.raises(TypeError, match="no in_place=: in_place=False. Leave it out: .* may be differentiated again"):
-        optax_accum.value_and_grad(ROWS_LOSS, 2, in_place=False)
-    with pytest.raises(TypeError, match="no in_place=: in_place=True. Leave it out: .* differentiated again"):
-        optax_accum.value_and_apply_gradients(ROWS_LOSS, build(), in_place=True)
-    again = jax.hessian(jax.jit(lambda p: optax_accum.value_and_grad(lambda p, x: ROWS_LOSS(p**2, x), 2)(p, X)[0]))
-    np.testing.assert_allclose(again(jnp.float32(1)), 2 * jnp.mean(X**2), rtol=1e-6)  # the remedy
-
-
 def test_an_overlap_that_is_no_flag():
     with pytest.raises(TypeError, match="overlap must be True, False or None: overlap=1. Leave it out"):
         optax_accum.Devices("data", overlap=1)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "remedy"),
-    [
-        (optax_accum, "plan_microbatches", r"Take plan.fit\(step_of_k, \*args, run=False\)"),
-        (optax_accum.plan, "plan_microbatches", r"Take fit\(step_of_k, \*args, run=False\)"),
-        (optax_accum.batching, "split_global_batch", "Take the seven lines of docs/several_hosts.md"),
-        (optax_accum.plan, "of_step", r"itself: fit\(step_of_k, \*args, run=False\)"),
-    ],
-)
-def test_a_name_that_is_gone_says_what_to_take(module, name, remedy):
-    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{remedy}"):
-        getattr(module, name)
 
 
 def test_what_comes_in_another_order():

@@ -13,10 +13,8 @@ from optax_accum._core.state import map_states, new_state, no_means, states_in
 from optax_accum._core.types import Tree
 from optax_accum._shared.arrays import short
 
-_OF_TX = "Leave it out: tx, what accumulate_gradients returned, has it. from_multi_steps(state, tx)."
 
-
-@callables.renamed("every in accumulate_gradients", reduction=_OF_TX, mean_args=_OF_TX)
+@callables.renamed("every in accumulate_gradients")
 def from_multi_steps(state: Tree, tx: optax.GradientTransformation) -> Tree:
     """Turns the state of a running `optax.MultiSteps` into ours.
 

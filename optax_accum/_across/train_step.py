@@ -19,12 +19,7 @@ from optax_accum._loss.weighing import Amount
 from optax_accum._shared.checks import as_function
 
 
-@callables.renamed(
-    "every in accumulate_gradients",
-    group_size="Pass groups as rows, leaf.reshape(-1, group_size, *leaf.shape[1:]), and let fun merge the two axes.",
-    in_place="Leave it out: gradients are added in place, and differentiated again.",
-    weight_of="Let fun return a Ratio: of a mean, Ratio(weight * mean, weight).",
-)
+@callables.renamed("every in accumulate_gradients")
 def value_and_apply_gradients(
     fun: Callable[..., Any],
     tx: optax.GradientTransformation,

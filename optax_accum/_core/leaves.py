@@ -25,7 +25,7 @@ def is_array(leaf: Any) -> bool:
 
 def unwrapped(tree: Tree) -> Tree:
     """The same with the array itself in place of what holds one, such as a variable of NNX."""
-    holds = lambda node: hasattr(node, "__jax_array__")
+    holds = lambda node: callable(getattr(node, "__jax_array__", None))
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if holds(leaf) else leaf, tree, is_leaf=holds)
 
 

@@ -13,7 +13,7 @@ from optax_accum._rows import locality
 from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
-from optax_accum._within.rules import CROSSING, CallRules, as_rules
+from optax_accum._within.rules import CallRules, as_rules
 from optax_accum._within.traced_call import TracedCall
 from optax_accum._within.whole_batch import traced_gradient
 
@@ -24,7 +24,6 @@ _OF_MODULES = (
 
 
 _NUMBER = "Leave it out: what explain says does not depend on the number of micro-batches."
-_GONE = {"crossing": CROSSING, "num_microbatches": _NUMBER, "microbatch_size": _NUMBER}
 
 
 def explain(
@@ -134,17 +133,13 @@ def explain(
     checks.check_flag("has_aux", has_aux, may_be_none=False)
     rules = as_rules(fun, 1, argnums=argnums, has_aux=has_aux, batch_argnums=batch_argnums, recompute=recompute)
     checks.check_no_module((*args, *kwargs.values()), _OF_MODULES)
-    _check_gone(rules, kwargs)
+    for name in kwargs.keys() & {"num_microbatches", "microbatch_size"}:
+        if not rules.roles.signature.takes(name):
+            raise TypeError(f"explain has no {name}=: {name}={kwargs[name]!r}. {_NUMBER}")
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
     along = differs_along((args, list(kwargs.values())))
     subject = Subject(rules.fun, rules.roles, arguments, has_aux, along)
     return subject.ask(lambda found: _explained(rules, subject, found))
-
-
-def _check_gone(rules: CallRules, kwargs: dict[str, Any]) -> None:
-    for name in kwargs.keys() & _GONE.keys():
-        if not rules.roles.signature.takes(name):
-            raise TypeError(f"explain has no {name}=: {name}={kwargs[name]!r}. {_GONE[name]}")
 
 
 def _explained(rules: CallRules, subject: Subject, found: TracedCall) -> Explanation:

@@ -21,8 +21,7 @@ from optax_accum._within.traced_call import UndividedError, on_device, trace_cal
 
 @callables.renamed(
     "num_microbatches",
-    crossing="Leave it out: its rows are saved. For less memory take value_and_grad, and recompute=.",
-    **dict.fromkeys(("group_size", "rng_argnum", "whole_argnums"), "Leave it out: the traced function tells it."),
+    **dict.fromkeys(("rng_argnum", "whole_argnums"), "Leave it out: the traced function tells it."),
 )
 def microbatched(
     fun: Callable[..., Any],

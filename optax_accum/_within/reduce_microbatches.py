@@ -29,12 +29,8 @@ _AGAIN = (
 
 @callables.renamed(
     "num_microbatches",
-    aux_reduction="Pass reduction=, a prefix of all that fun returns.",
     has_aux="Leave it out: reduction= covers all that fun returns.",
     argnums="Pass jax.value_and_grad(fun, argnums), or use optax_accum.value_and_grad.",
-    group_size="Pass groups as rows, leaf.reshape(-1, group_size, *leaf.shape[1:]), and let fun merge the two axes.",
-    stacked="Pass microbatch_size=1, and let fun take leaf[0]: micro-batches [m, ...] are the rows of [k, m, ...].",
-    weight_of="Let fun return Ratio(total, count), or sums and counts with reduction='sum', and divide.",
 )
 def reduce_microbatches(
     fun: Callable[..., Any],

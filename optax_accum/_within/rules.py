@@ -18,7 +18,6 @@ from optax_accum._space.space import Space
 from optax_accum._within import splitting
 
 RECOMPUTED = 0.6  # of a forward pass, on an accelerator
-CROSSING = "Pass recompute=: how much of a forward pass may run once more for less memory, 0.6 say; 0 for none."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,23 +16,17 @@ from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.outputs import joined
-from optax_accum._within.rules import CROSSING, CallRules, as_rules
+from optax_accum._within.rules import CallRules, as_rules
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "
     "jax.value_and_grad(optax_accum.reduce_microbatches(fun, num_microbatches, ...))."
 )
-_GONE = ("whole_argnums", "group_size", "weight_fn", "weight_of", "rng_argnum", "carry_argnum")
 
 
 @callables.renamed(
     "num_microbatches",
-    stacked="Give fun the batch as rows: jax.vmap over the first axis, and a mean.",
-    aux_reduction="Leave it out: aux is what fun returns for the whole batch.",
-    unroll="Leave it out: convolutions are fast in loops.",
-    in_place="Leave it out: sums are added in place, and the result may be differentiated again.",
-    crossing=CROSSING,
-    **dict.fromkeys(_GONE, _BY_ITSELF),
+    **dict.fromkeys(("whole_argnums", "weight_fn", "rng_argnum", "carry_argnum"), _BY_ITSELF),
 )
 def value_and_grad(
     fun: Callable[..., Any],

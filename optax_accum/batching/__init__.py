@@ -20,8 +20,3 @@ __all__ = [
     "every_by_weight",
     "token_microbatches",
 ]
-
-
-def __getattr__(name: str) -> object:
-    remedy = ": Take the seven lines of docs/several_hosts.md." if name in ("split_global_batch", "BatchSplit") else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

@@ -14,15 +14,3 @@ from optax_accum.plan._plan import NothingFitsError, Plan
 from optax_accum.plan._steps import of_loss
 
 __all__ = ["Fitted", "NothingFitsError", "Plan", "fit", "of_loss"]
-
-
-def __getattr__(name: str) -> object:
-    remedy = f": {_GONE[name]}" if name in _GONE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
-
-
-_GONE = {
-    "plan_microbatches": "Take fit(step_of_k, *args, run=False).",
-    "of_step": "fit takes the step and its arguments itself: fit(step_of_k, *args, run=False).",
-    "Builder": "fit takes any step with a method lower(*args): fit(step_of_k, *args, run=False).",
-}

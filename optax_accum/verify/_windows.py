@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 from optax_accum.verify import _running as running
@@ -92,7 +91,7 @@ def explained(w: WindowView) -> Said | None:
     best = min((distance for _, distance, _ in faults), default=0.0)
     near = [(kind, says) for kind, distance, says in faults if distance <= max(2 * best, TIE)]  # the first of them wins
     if best > 10 * TIE and off and all(w.e.combined(slot, of=w.found)[1] < TIE for slot in off):
-        near = [*itertools.islice(fitted(w), 1), *near]  # shares that fit to rounding
+        near = list(fitted(w))[:1] + near  # shares that fit to rounding
     views = filter(None, (w.unclipped, w.by_leaf)) if not w.e.partial else ()
     return next(iter(near), None) or next(fitted(w), None) or next(filter(None, map(explained, views)), None)
 

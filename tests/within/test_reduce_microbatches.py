@@ -358,9 +358,6 @@ def test_an_error_names_the_place_in_what_fun_returns():
         ("gradient_accumulation_steps", "num_microbatches"),
         ("has_aux", "reduction="),
         ("argnums", "jax.value_and_grad"),
-        ("group_size", "groups as rows"),
-        ("stacked", "microbatch_size=1"),
-        ("weight_of", "Ratio(total, count)"),
     ],
 )
 def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
