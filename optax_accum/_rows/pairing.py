@@ -54,18 +54,22 @@ class _Pairing:
         self.equations: list[Equation] = []
         self.first_difference = ""
         self.untyped: set[Value] = set()  # constants and results of what differs: who takes them says where rows are
+        self.loose: set[Value] = set()  # all that ever were: nothing tells their counterparts in the other trace
 
     def inlined(self, single: Any, double: Any, inputs: Sequence[Value], caller: Equation | None) -> list[Value]:
         """Appends the equations of two programs; returns their results."""
         (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
-        env: dict[Any, Value] = dict(zip(of_single.invars, inputs, strict=True))
+        env: dict[Any, Value] = dict(zip((*of_single.invars, *of_double.invars), (*inputs, *inputs), strict=True))
         are_pairs = len(consts) == len(double_consts) and all(map(_same_rank, consts, double_consts))
         for place, (var, array) in enumerate(zip(of_single.constvars, consts, strict=True)):
             double_array = double_consts[place] if are_pairs else None
             axis = axis_of(jax.typeof(array), jax.typeof(double_array), self.rows) if are_pairs else None
             env[var] = Constant(array, axis, double_array)
-            if not are_pairs:
+            if are_pairs:
+                env[of_double.constvars[place]] = env[var]
+            else:
                 self.untyped.add(env[var])
+                self.loose.add(env[var])
         for ours, others, are_pair in _aligned(of_single, of_double):
             if not (are_pair and self.append(ours[0], others[0], env, caller)):
                 self.append_whole(ours, others, of_single, env, caller)
@@ -76,13 +80,28 @@ class _Pairing:
         found: list[Value] = []
         for a, b in zip(single, double, strict=True):
             values = self.operands([a], [b], env)
-            if values is None:
+            if values is None and self.are_wired_alike([a], [b], env):
                 env[a].axis = COUPLED
+            elif values is None:  # the program for twice as many rows returns another value
+                (returned,) = jax.make_jaxpr(jax.jit(_another_result))(_struct(a.aval)).eqns
+                values = [Value(a.aval, None)]
+                self.equations.append(Equation(returned, returned, [env[a]], values, self.rows, None, True))
             found += values or [env[a]]
         return found
 
+    def are_wired_alike(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> bool:
+        """Whether two equations take the same values: a Python `if` on the number of rows may choose others."""
+        pairs = [
+            (env[a], env.get(b) if isinstance(b, core.Var) else None)
+            for a, b in zip(single, double, strict=True)
+            if isinstance(a, core.Var)
+        ]
+        return all(value is other or (other is None and value in self.loose) for value, other in pairs)
+
     def operands(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> list[Value] | None:
-        """The values that two equations take; None where they do not have their rows along the same axes."""
+        """The values that two equations take; None where these differ, or do not have their rows along the same axes."""
+        if not self.are_wired_alike(single, double, env):
+            return None
         values: list[Value] = []
         for a, b in zip(single, double, strict=True):
             if isinstance(a, core.Literal):
@@ -120,7 +139,7 @@ class _Pairing:
                 return False
         else:
             self.equations.append(equation)
-        env.update(zip(a.outvars, outs, strict=True))
+        env.update(zip((*a.outvars, *b.outvars), (*outs, *outs), strict=True))
         return True
 
     def computed_again(self, equation: Equation) -> list[Value]:
@@ -152,9 +171,14 @@ class _Pairing:
         gives = [var for var in made if var in used]
         outs = [Value(var.aval, None) for var in gives]
         self.untyped.update(outs)
+        self.loose.update(outs)
         whole = _as_one(ours, list(takes), gives)
         self.equations.append(Equation(whole, whole, [env[var] for var in takes], outs, self.rows, caller, True))
         env.update(zip(gives, outs, strict=True))
+
+
+def _another_result(value: Any) -> Any:
+    return value
 
 
 def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any], bool]]:

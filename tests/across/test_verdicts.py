@@ -580,6 +580,25 @@ def perplexity(p, b):
     return jnp.exp(per(p, b).mean())
 
 
+@cannot_be_read
+def centred_if_large(p, b):
+    """It was called exact: the trace for twice as many rows only has more equations."""
+    out = net(p, b["x"]) @ p["v"]
+    return jnp.mean((out - (out.mean() if len(out) > ROWS else 0) - b["y"]) ** 2)
+
+
+@cannot_be_read
+def another_term_if_large(p, b):
+    loss = per(p, b).mean()
+    return loss + 0.1 * loss**2 if len(b["x"]) > ROWS else loss
+
+
+@cannot_be_read
+def another_operand_if_large(p, b):
+    """The same operations, of other values."""
+    return jnp.mean((net(p, b["x"]) @ p["v"] - b["y" if len(b["x"]) > ROWS else "m"]) ** 2)
+
+
 def gate(p, b):
     return jnp.tanh(b["h"][:, 0] @ p["v"])
 
@@ -742,7 +761,7 @@ KINDS = {
         "products_of_pairs",
         "balance",
     ],
-    "cannot be read": ["rows_of_one_group", "log_of_mean", "table_rows", "diagonal_by_a_product"],
+    "cannot be read": ["rows_of_one_group", "log_of_mean", "table_rows", "centred_if_large"],
 }
 CASES = [("exact", *EXACT), ("not exact", *NOT_EXACT), ("cannot be read", *CANNOT_BE_READ)]
 LOSSES = EXACT | NOT_EXACT | CANNOT_BE_READ

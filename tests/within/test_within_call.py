@@ -366,7 +366,6 @@ def test_a_batch_that_is_a_micro_batch_stays_whole():
         ({"num_microbatches": 2, "argnums": 1.0}, TypeError, "argnums must be the position or the name of an"),
         ({"num_microbatches": 2, "batch_argnums": ()}, TypeError, "batch_argnums must be the position or the name"),
         ({"weight_fn": len}, TypeError, r"has no weight_fn=: .*the traced loss .* tells it.*reduce_microbatches\("),
-        ({"unroll": True}, TypeError, "has no unroll=: unroll=True. Leave it out: convolutions are fast in loops"),
         ({"num_microbatches": 2, "accumulator_dtype": int}, TypeError, "accumulator_dtype must be a real floating"),
     ],
 )
