@@ -99,7 +99,7 @@ class _Pairing:
         return all(value is other or (other is None and value in self.loose) for value, other in pairs)
 
     def operands(self, single: Sequence[Any], double: Sequence[Any], env: dict[Any, Value]) -> list[Value] | None:
-        """The values that two equations take; None where these differ, or do not have their rows along the same axes."""
+        """The values that two equations take; None where these differ, or have their rows along other axes."""
         if not self.are_wired_alike(single, double, env):
             return None
         values: list[Value] = []

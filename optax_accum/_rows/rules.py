@@ -64,7 +64,13 @@ def reshape(view: View) -> bool:
 
 
 def sliced(view: View) -> bool:
-    return view.ins[0] == view.outs[0] and _kept(view) and all(axis is None for axis in view.ins[1:])
+    """All rows; or, with strides, one of each few: `x[0::2]` and `x[1::2]`, as of pairs."""
+    axis, strides = view.ins[0], view.params.get("strides")
+    if axis is None or axis != view.outs[0] or any(other is not None for other in view.ins[1:]):
+        return False
+    step = strides[axis] if strides else 1
+    is_of_each = view.shape_in(0)[axis] == step * view.shape_out()[axis]
+    return is_of_each and (step == 1 or view.params["start_indices"][axis] < step)
 
 
 def split(view: View) -> bool:
@@ -72,8 +78,10 @@ def split(view: View) -> bool:
 
 
 def pad(view: View) -> bool:
+    """No rows are added; or as many to each one, as in the gradient of a slice with strides."""
     axis = view.ins[0]
-    return view.ins[1] is None and axis == view.outs[0] and tuple(view.params["padding_config"][axis or 0]) == (0, 0, 0)
+    low, high, between = view.params["padding_config"][axis or 0]
+    return view.ins[1] is None and axis == view.outs[0] and low >= 0 <= high and low + high == between
 
 
 def dynamic_update(view: View) -> bool:

@@ -789,6 +789,19 @@ def test_explain_and_the_step_say_the_same(verdict, name):
             np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
 
 
+def test_pairs_of_neighbours_that_are_dealt_out_whole_add_up():
+    """It was called not exact: `x[0::2]` takes one row of each pair."""
+
+    def loss(p, b):
+        score = net(p, b["x"]) @ p["v"]
+        return -jnp.mean(jax.nn.log_sigmoid(score[0::2] - score[1::2]))
+
+    assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "exact"
+    got, want = trained(loss, 2, 6), jax.tree.map(jnp.subtract, PARAMS, jax.grad(loss)(PARAMS, BATCH))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 NOT_AT_ALL = r"(?s)No weight makes.*test_verdicts.py:\d+.*Within a call .*value_and_grad.*exact=False"
 WEIGHED = {
     "weight_fn": {"weight_fn": rows_of},

@@ -397,7 +397,7 @@ def pads(draw, name):
     config = [(draw.pick(0, 0, 1), draw.pick(0, 0, 2), draw.pick(0, 0, 1)) for _ in dims]
     for axis, dim in enumerate(dims):
         if isinstance(dim, Fraction) and draw.chance(0.7):
-            config[axis] = draw.pick((0, 0, 0), (0, 0, 0), (1, -1, 0))
+            config[axis] = draw.pick((0, 0, 0), (1, -1, 0), (1, 0, 1), (0, 2, 2), (1, 1, 1))
     return lambda rows, x, fill: lax.pad(x, fill, config), Operand("", dims), Operand("", ())
 
 
@@ -405,7 +405,7 @@ def pads(draw, name):
 def slices(draw, name):
     dims = draw.dims(1, 2)
     whole = draw.chance(0.6)
-    part = draw.pick((0, 2, 1), (1, 1, 1), (0, 1, 2), (0, 1, -1))
+    part = draw.pick((0, 2, 1), (1, 1, 1), (0, 1, 2), (0, 1, -1), (1, 1, 2), (2, 1, 3))
 
     def bounds(dim, length):
         if isinstance(dim, Fraction) and whole:
