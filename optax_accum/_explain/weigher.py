@@ -69,7 +69,7 @@ class Weigher:
                 _warn_of_sum([_other_program(error, call)])
             return
         if not answer.spoken_to:
-            _check_adds_up(answer)
+            _check_adds_up(answer, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
         if (reasons := [*answer.spoken_to, *answer.reasons]) and not is_weighed:
             _warn_of_sum(map(str, reasons))
 
@@ -108,13 +108,15 @@ def _other_program(error: Exception, call: Call) -> str:
     return f"for twice its {rows} it is another program: {lines[0]}"
 
 
-def _of_sum(_: Subject, found: TracedCall) -> Terms:
-    """Returns why the losses of micro-batches may not add up, whatever count divides them."""
-    return {None: Found((), reasons_of(found.levels, 0))}
+def _of_sum(subject: Subject, found: TracedCall) -> Terms:
+    """Returns why the losses of micro-batches may not add up, whatever count divides them; or else that count."""
+    if reasons := reasons_of(found.levels, 0):
+        return {None: Found((), reasons)}
+    return {name: term._replace(reasons=()) for name, term in (terms_of(subject, found) or {}).items()}
 
 
-def _check_adds_up(answer: Answer) -> None:
-    """Raises where micro-batches of a loss do not add up to the whole batch, however they are weighed."""
+def _check_adds_up(answer: Answer, *, takes_a_sum: bool = False, is_weighed: bool = False) -> None:
+    """Raises where micro-batches of a loss do not add up to the whole batch, as the optimizer takes them."""
     certain = [reason for reason in answer.reasons if reason.is_certain and not reason.unless_weighed]
     lines, denominators = list(map(str, certain)), answer.denominators
     if answer.divides_by_several:
@@ -126,7 +128,12 @@ def _check_adds_up(answer: Answer) -> None:
             f"No weight makes the micro-batches of this loss add up to the whole batch:{_listed(lines)}\n"
             f"{WITHIN} {norm}{BY_ITSELF}"
         )
-    if any(one.by is None for one in denominators):
+    if takes_a_sum and not is_weighed and any(one.by is not None for one in denominators):
+        raise ValueError(
+            f"A loss that is a mean ({denominators[0].sums[0].place}) is added over micro-batches, and the optimizer "
+            f'takes their sum. Leave reduction="sum" out of accumulate_gradients, or return the sum. {BY_ITSELF}'
+        )
+    if not takes_a_sum and any(one.by is None for one in denominators):
         raise ValueError(
             f"A loss that is a sum over rows, divided by no count of them ({denominators[0].sums[0].place}), is added "
             'over micro-batches, and the optimizer takes their mean. Pass reduction="sum" to accumulate_gradients, or '

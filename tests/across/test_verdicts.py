@@ -789,6 +789,20 @@ def test_explain_and_the_step_say_the_same(verdict, name):
             np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
 
 
+def test_a_mean_whose_micro_batches_are_summed_is_refused():
+    """The update was that of as many whole batches."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum")
+    step = lambda loss, **options: optax_accum.value_and_apply_gradients(loss, tx, **options)(
+        PARAMS, tx.init(PARAMS), BATCH
+    )
+    for name in ("mean", "masked"):
+        with pytest.raises(ValueError, match=r"(?s)is a mean \(test_verdicts.py:\d+\).* takes their sum.*exact=False"):
+            step(LOSSES[name])
+        step(LOSSES[name], exact=False)  # the remedies
+        step(LOSSES[name], weight_fn=lambda batch: 1.0)
+    step(lambda p, b: per(p, b).sum())
+
+
 def test_pairs_of_neighbours_that_are_dealt_out_whole_add_up():
     """It was called not exact: `x[0::2]` takes one row of each pair."""
 
