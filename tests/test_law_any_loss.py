@@ -46,7 +46,7 @@ def test_any_loss_has_the_gradient_of_the_whole_batch(name, rank_promotion):
 
 
 # On several devices one of each kind: what is counted over all of them, gathered, drawn, ruled, and divided in the end.
-ON_DEVICES = ["masked", "a_second_key"]
+ON_DEVICES = ["masked", "a_second_key", "cross_entropy_in_a_branch"]
 
 
 @pytest.mark.parametrize("name", sweep(LOSSES, but=ON_DEVICES))

@@ -218,16 +218,21 @@ def _run_branch(equation: Any, values: Sequence[Any], sums: dict[int, Sum], last
     def run_one(program: Any, operands: Sequence[Any], given: dict[int, Any]) -> Any:
         inner = {at: Sum(*state, scale=sums[at].scale) for at, state in given.items()}
         results = run(program, operands, [inner.get(at) for at in range(len(equation.outvars))])
-        leaves, treedef = jax.tree.flatten((results, {at: one.state for at, one in inner.items()}))
-        return treedef.unflatten(evaluation.varying_together(leaves, like=varying))
+        others = [value for at, value in enumerate(results) if at not in inner]
+        kinds = [var.aval for at, var in enumerate(equation.outvars) if at not in inner]
+        leaves, treedef = jax.tree.flatten({at: one.state for at, one in inner.items()})
+        states = treedef.unflatten(evaluation.varying_together(leaves, like=varying))
+        return evaluation.varying_as(others, kinds, more), states
 
     given = {at: one.state for at, one in sums.items()}
     varying = jax.tree.leaves((values, given, [one.scale for one in sums.values()]))
+    more = evaluation.varying_more(values, [atom.aval for atom in equation.invars])
     branches = [functools.partial(run_one, program) for program in equation.params["branches"]]
-    results, found = jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands, given)
+    others, found = jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands, given)
     for at, one in sums.items():
         one.total, one.square = found[at]
-    return results
+    rest = iter(others)
+    return [None if at in sums else next(rest) for at in range(len(equation.outvars))]
 
 
 _INSIDE: dict[str, Callable[..., list[Any]]] = {

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optax_accum
 from tests.any_loss import rare
@@ -273,6 +274,14 @@ def rounded_to_parts_of_the_largest(model, params, batch):
     h = batch["x"] @ params["in"]
     h = rare.rounded(h, jnp.max(jnp.abs(h)) / 3)
     return jnp.mean(((h @ params["out"])[:, 0] - batch["y"]) ** 2)
+
+
+@rare_loss(rare.straight_through)
+def cross_entropy_in_a_branch(model, params, batch):
+    """Which keeps the labels for its backward pass, where the other branch has none."""
+    logits, labels = batch["x"] @ params["in"], (batch["y"] > 0).astype(jnp.int32)
+    entropy = lambda: optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return jax.lax.cond(jnp.sum(params["out"]) > -100, entropy, lambda: jnp.mean(logits**2))
 
 
 KEY = jax.random.key(11)
