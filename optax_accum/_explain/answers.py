@@ -16,7 +16,6 @@ from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._explain.explanation import CANNOT_BE_READ, EXACT, NOT_EXACT, PLAIN, Weight
-from optax_accum._explain.written import summed
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import as_ratio, check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
@@ -178,10 +177,9 @@ class Answer(NamedTuple):
         names = [text for _, text, _ in self.subject.inputs]
         of = tuple(names[place] for place in sorted(denominator.inputs))
         guard, place = denominator.guard, denominator.makes.place
-        expression = summed(self.program, denominator, names, self.subject.fun)
         text, by = f"the sum over rows at {place}", guard.name if guard else ""
         lost = tuple(dict.fromkeys(equation.place for equation in denominator.lost))
-        return Weight(text, term, place, of, guard and guard.place, sums, expression, by, lost)
+        return Weight(text, term, place, of, guard and guard.place, sums, by, lost)
 
     def counts(self, batch: Sequence[Tree]) -> dict[str | None, list[jax.Array]]:
         """How much a batch of these types counts: one number for each denominator of each term."""

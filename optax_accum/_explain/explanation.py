@@ -57,7 +57,6 @@ class Weight:
       of: the arrays of the batch that it is computed from.
       guard: the line that keeps it from zero, if there is one.
       sums: the lines of the sums over rows that it divides.
-      summed: what is added up, as an expression; "" where that is too long.
       guarded_by: the operation at `guard`; "" if there is none.
       lost: the lines of the sums that may be other than 0 where the weight
         is 0; such a micro-batch is left out.
@@ -69,13 +68,11 @@ class Weight:
     of: tuple[str, ...] = ()
     guard: Place | None = None
     sums: tuple[Place, ...] = ()
-    summed: str = ""
     guarded_by: str = ""
     lost: tuple[Place, ...] = ()
 
     def __str__(self) -> str:
-        of = self.summed or " and ".join(self.of)
-        return f"{self.text}, of {of}" if of else self.text
+        return f"{self.text}, computed from {' and '.join(self.of)}" if self.of else self.text
 
 
 @dataclasses.dataclass(frozen=True)
