@@ -18,4 +18,5 @@ def since(*version, why):
 
 
 needs_references = since(0, 8, 1, why="gradients that are added inside the backward pass")
+branches_add_in_place = since(0, 12, 0, why="an older XLA copies what a branch takes and returns")
 needs_explicit_outputs = since(0, 9, 2, why="types of results that tell how Explicit axes shard them")

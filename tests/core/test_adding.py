@@ -11,7 +11,7 @@ from jax import lax
 from tests import programs
 from tests.engine import adding
 from tests.tiers import sweep
-from tests.versions import since
+from tests.versions import branches_add_in_place, since
 
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 W = jnp.linspace(-0.5, 1.5, 32).reshape(2, 4, 4)
@@ -332,9 +332,10 @@ LARGE = {
 IN_PLACE_ANYHOW = since(0, 12, 0, why="an older XLA adds slices that are stacked in place, even afterwards")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=IN_PLACE_ANYHOW) if name == "slices" else name for name in LARGE]
-)
+NEWER = {"slices": IN_PLACE_ANYHOW, "branches": branches_add_in_place}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEWER.get(name, ())) for name in LARGE])
 def test_no_second_array_of_the_size_of_a_sum(name):
     """With `sums + program(values)` there is one, at least."""
     program, most = LARGE[name]

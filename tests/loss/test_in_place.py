@@ -13,6 +13,7 @@ import optax_accum
 from optax_accum import statistics
 from tests import programs
 from tests.tiers import sweep
+from tests.versions import JAX, branches_add_in_place
 
 LAYERS, WIDTH, WORDS = 3, 8, 5
 KEYS = jax.random.split(jax.random.key(0), 6)
@@ -155,7 +156,7 @@ EACH = [
 
 def close(found, want, cast):
     """To a few roundings of the largest entry."""
-    rounding = 1e-6 if cast == "float32" else 2**-5
+    rounding = 2**-5 if cast != "float32" else 1e-6 if JAX >= (0, 12) else 4e-6
     for leaf, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         right = right.astype(jnp.float32)
         assert leaf.dtype == jnp.float32
@@ -202,11 +203,14 @@ UNREAD = {
 }  # a gradient of several terms, which are not of one loop
 
 
+OLDER = "checkpoint in a scan of what else has a gradient", "cast before"  # the same, before JAX 0.12
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("body", "cast"), sweep(MEASURED, but=MEASURED[-1:]))
 def test_norms_are_those_of_the_gradients_that_are_written(body, cast, request):
     """As across calls, where each micro-batch has a tree of gradients."""
-    if body in UNREAD:
+    if body in UNREAD or (JAX < (0, 12) and (body, cast) == OLDER):
         reason = "a gradient that is made of several sums over rows, of one loop, is not measured"
         request.applymarker(pytest.mark.xfail(strict=True, raises=ValueError, reason=reason))
     p, f = cut(body, cast)
@@ -383,6 +387,7 @@ def test_an_integer_has_no_sum_and_a_complex_number_has():
         np.testing.assert_allclose(sums[name], 4 * grads[name], rtol=rounding)
 
 
+@branches_add_in_place
 @pytest.mark.parametrize(
     ("cast", "measured", "is_across"),
     [*sweep([(None, False, False), (jnp.bfloat16, False, False), (None, True, False)]), (None, False, True)],
