@@ -120,8 +120,9 @@ def _check_adds_up(answer: Answer, *, takes_a_sum: bool = False, is_weighed: boo
     certain = [reason for reason in answer.reasons if reason.is_certain and not reason.unless_weighed]
     lines, denominators = list(map(str, certain)), answer.denominators
     if answer.divides_by_several:
-        by = [f"the sum over rows at {one.makes.place}" if one.makes else "the number of rows" for one in denominators]
-        lines += [f"its sums are divided by {' and by '.join(by)}"]
+        sums = [(one.makes or one.sums[0], "sum over" if one.makes else "number of") for one in denominators]
+        by = " and by ".join(f"the {name} rows at {equation.place}" for equation, name in sums)
+        lines += [f"its sums are divided by {by}: docs/weights.md has a window for each term"]
     if lines:
         norm = _NORM if any(reason.text.startswith(TAKES) for reason in certain) else ""
         raise ValueError(
