@@ -1,7 +1,6 @@
 """One micro-batch of a loss across calls: weighed, differentiated, added to the accumulator."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,9 +103,9 @@ class Loss:
             backward, done = run()
             gradient_of, rest_of, amount = lambda: (backward, None), lambda: None, done[-1]
         known = None if amount is None else amount.grad_weight
-        add = functools.partial(add_to, acc, how=how, vary=device.vary, together=together)
-        squares: list[Any]
-        acc, squares, found = add(gradient_of, known, index == 0, rest=rest_of)
+        acc, squares, found = add_to(
+            acc, gradient_of, known, index == 0, rest=rest_of, how=how, vary=device.vary, together=together
+        )
         loss, value, counted = done or found
         amount = amount or counted
         measured = self.meter.by_group(parted(params, is_inexact)[1](squares)) if squares else None

@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
 from optax_accum._rows.analysis import FormAnalysis
-from optax_accum._rows.forms import NONE, Form, Reason, Sum, Term, Test, added, name_of, power
+from optax_accum._rows.forms import NONE, Form, Reason, Sum, Term, Test, added, failed, name_of, power
 from optax_accum._rows.pairing import paired_inside
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
@@ -88,9 +88,8 @@ def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) 
             return form.times(scalar, analysis.guards_of(equation.ins[place])).because(*other.reasons)
     if not all(form.sums for form in forms):
         return None
-    reasons = [reason for form in forms for reason in form.reasons]
     text = "a {} times another {}".format(*(name_of(form.sums[0]) for form in forms))
-    return Form().because(*reasons, Reason(text, equation.place, is_certain=True))
+    return failed(forms, Reason(text, equation.place, is_certain=True))
 
 
 def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:

@@ -83,7 +83,9 @@ class _Pairing:
             if values is None and self.are_wired_alike([a], [b], env):
                 env[a].axis = COUPLED
             elif values is None:  # the program for twice as many rows returns another value
-                (returned,) = jax.make_jaxpr(jax.jit(_another_result))(_struct(a.aval)).eqns
+                (returned,) = jax.make_jaxpr(jax.jit(lambda value: value))(_struct(a.aval)).eqns
+                if makers := [equation for equation in self.equations if env[a] in equation.outs]:
+                    returned = returned.replace(source_info=makers[-1].single.source_info)
                 values = [Value(a.aval, None)]
                 self.equations.append(Equation(returned, returned, [env[a]], values, self.rows, None, True))
             found += values or [env[a]]
@@ -175,10 +177,6 @@ class _Pairing:
         whole = _as_one(ours, list(takes), gives)
         self.equations.append(Equation(whole, whole, [env[var] for var in takes], outs, self.rows, caller, True))
         env.update(zip(gives, outs, strict=True))
-
-
-def _another_result(value: Any) -> Any:
-    return value
 
 
 def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any], bool]]:

@@ -789,6 +789,11 @@ def test_explain_and_the_step_say_the_same(verdict, name):
             np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
 
 
+def test_a_result_that_the_trace_for_more_rows_does_not_return_is_named_by_its_line():
+    (reason,) = optax_accum.explain(another_term_if_large, PARAMS, BATCH).reasons
+    assert "test_verdicts.py:" in reason
+
+
 def test_a_mean_whose_micro_batches_are_summed_is_refused():
     """The update was that of as many whole batches."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum")
