@@ -146,7 +146,7 @@ class Loss:
             return ByCount(mean_and_factor, in_window)
         own = self._amount(call, read) if weight is None else Amount.of(checks.as_weight(weight))
         means, factors = zip(*map(mean_and_factor, own.numbers), strict=True)
-        return ByWeight(Amount(means[0], means[-1]), factors[-1])
+        return ByWeight(Amount(means[0], means[-1], own.kept), factors[-1])
 
     def _check_ratio(self, weighed: bool) -> None:
         if weighed:

@@ -11,6 +11,7 @@ import optax
 from optax_accum._core import arithmetic, compilers, dtypes, flags, sums
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Tree
+from optax_accum._loss.weighing import Amount
 from optax_accum._space.space import Space
 
 Fields = dict[str, Any]  # fields of the state
@@ -121,8 +122,10 @@ def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields
     )
 
 
-def mean_args(space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, Tree]:
-    """The weighted means of the mean arguments that came with this micro-step."""
+def mean_args(
+    space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any], amount: Amount
+) -> dict[str, Tree]:
+    """The weighted means of the mean arguments that came with this micro-step; the loss is divided as its gradient."""
 
     def mean(value: Any, parts: jax.Array, total: jax.Array, weight: jax.Array) -> jax.Array:
         value = jnp.asarray(value)
@@ -134,7 +137,8 @@ def mean_args(space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: M
     means: dict[str, Tree] = {}
     for name in (name for name in parts_of if name in extra_args):
         total, weight = space.total(parts_of[name])
-        mean_of = functools.partial(mean, weight=weight)
+        by = amount.divides(weight) if name == "value" else weight
+        mean_of = functools.partial(mean, weight=by)
         means[name] = jax.tree.map(mean_of, extra_args[name], parts_of[name].total, total)
     return means
 

@@ -44,6 +44,11 @@ class Policy(NamedTuple):
     blank: Callable[[Tree], Tree] = lambda params: ()
     text: str = "a callable"
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it may leave out a micro-batch of a window."""
+        return self.screen is not _join_all
+
 
 class WindowRule(NamedTuple):
     """A rule on the gradient of a window: see `discard_if`."""

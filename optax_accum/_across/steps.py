@@ -106,8 +106,8 @@ class Step:
             counted = {"weight": amount.weight}
         else:
             counted = {"rows": int(amount.weight) if keywords.read is None else amount.weight}
-        if amount.grad_weight is not amount.weight:
-            counted["grad_weight"] = amount.grad_weight
+        if amount.multiplies is not None:
+            counted["grad_weight"] = amount.multiplies
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
         return applied(self.inner, done.grads, state, params, **extra_args)
 

@@ -123,9 +123,11 @@ def accumulate_gradients(
       * `rows`: the number of its rows, an integer: its weight in a mean if
         you pass no `weight`; 1 by default.
       * `grad_weight`: what its gradient, and `value`, is multiplied by; its
-        `weight` by default. For `total / maximum(count, 1)` pass that
-        denominator, and `weight=count`: then a total is added, too, where
-        the count is 0.
+        `weight` by default. If its loss keeps its denominator from zero,
+        pass the function that does so: for `total / maximum(count, 1)`
+        `weight=count, grad_weight=lambda count: jnp.maximum(count, 1)`.
+        Then a total is added, too, where the count is 0, and their sum is
+        divided by this function of the window's weight.
       * `flush`: a bool scalar; `True` closes the window with this
         micro-batch and divides by the weight that is in it. With a Python
         bool that is true, or with `every=None`, no branch is compiled.
@@ -161,7 +163,9 @@ def accumulate_gradients(
       * Weight 0: adds nothing, not even a NaN, but the micro-step counts
         (with a `grad_weight`, that decides). Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
-        updates, inner state untouched, `discarded + 1`.
+        updates, inner state untouched, `discarded + 1`. If `grad_weight`
+        is a function, what it returns for 0 divides; but not where a
+        policy leaves micro-batches out, for it might have left out all.
       * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
         dtype), or to infinity: the same. To NaN: the update is NaN.
       * `flush` with weight 0 on an empty window: nothing; `discarded` and
@@ -280,7 +284,7 @@ def update(
     *,
     weight: Any = None,
     rows: int | jax.Array | None = None,
-    grad_weight: Any = None,
+    grad_weight: float | jax.Array | Callable[[jax.Array], jax.Array] | None = None,
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
@@ -291,6 +295,6 @@ def update(
     if not isinstance(rows, jax.Array):  # an array is the denominator of a loss
         rows = as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
-    amount = weighed(rules, space, Amount(weight, weight if grad_weight is None else grad_weight), state)
+    amount = weighed(rules, space, Amount.given(weight, grad_weight), state)
     batch = MicroBatch(grads, amount, flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

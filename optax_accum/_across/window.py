@@ -64,6 +64,7 @@ class Window(NamedTuple):
     accumulator: Accumulator
     total: Tree | Reduced  # sum(w g)
     weight: Weight  # sum(w)
+    amount: Amount  # of this micro-batch
     counts: Flag  # whether the micro-batch is a micro-step
 
     def with_left(self, fields: dict[str, Any]) -> AccumulationState:
@@ -133,7 +134,7 @@ def join(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumulatio
         samples=rules.meter.sample(state.samples, _squares_of_mean(added.squares, amount), weight, first),
     )
     state = accumulator.with_sum(state, added.acc)
-    return Window(state, accumulator, added.reduced or added.acc, window_weight, counts)
+    return Window(state, accumulator, added.reduced or added.acc, window_weight, amount, counts)
 
 
 def _squares_of_mean(squares: Any, amount: Amount) -> Any:
@@ -166,11 +167,14 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], amount:
 @jax.named_scope("optax_accum.add")
 def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
     """Whether a window that closes makes an update: its sum can be divided, and its policy accepts it."""
-    divides = rules.divisor.divides(space.total(window.weight))
+    weight = space.total(window.weight)
+    divides = rules.divisor.divides(window.amount.divides(weight))
+    if window.amount.kept and rules.policy.leaves_out:  # perhaps all that there was
+        divides &= weight != 0
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
     if (asked := was_asked(batch.flush)) is not False:
-        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.weight) != 0)
+        has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.grad_weight) != 0)
     left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
     loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
     return Closing(flags.known(emits), flags.known(has_micro_batch), flags.known(loses_samples))
@@ -192,14 +196,15 @@ def close(
     """
     state = window.state
     weight = space.total(window.weight)
+    divisor = window.amount.divides(weight)
     total, left = space.reduced(window.total)
-    gradient = arithmetic.divided(total, like, rules.divisor.factor(weight), rules.emit_dtype)
+    gradient = arithmetic.divided(total, like, rules.divisor.factor(divisor), rules.emit_dtype)
     params = None if params is None else space.shard(params)
 
     def emit() -> tuple[Tree, dict[str, Any]]:
         extra = {**extra_args, **_grad_of_window(extra_args, gradient, like)}
         learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
-        extra |= outcomes.mean_args(space, state.mean_args, extra)
+        extra |= outcomes.mean_args(space, state.mean_args, extra, window.amount)
         updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra)
         return outcome.updated(updates), outcomes.fields_of(state) | learnt | {"inner_opt_state": inner_opt_state}
 

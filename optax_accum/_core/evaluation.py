@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
@@ -17,8 +18,6 @@ from optax_accum._core.equations import is_checkpoint, programs_of
 
 def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Evaluates one equation of a traced program."""
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
     if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
         values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
     values = varying_as(values, [atom.aval for atom in equation.invars])
@@ -26,7 +25,22 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         return values  # a gradient of what was traced on no mesh: it lies where it lies
     if equation.primitive.name == "pvary":  # which takes no value that varies already, as one evaluated here may
         return varying_together(values, like=[var.aval for var in equation.outvars])
-    with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
+    with equation.ctx.manager:
+        return _results(equation, values)
+
+
+def bind_elsewhere(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one equation of numbers of a traced program where there is another mesh than in the trace."""
+    kinds = [atom.aval.dtype for atom in equation.invars]  # a constant carries the mesh of its trace; NumPy's has none
+    values = [v if isinstance(v, jax.Array) else np.asarray(v, kind) for v, kind in zip(values, kinds, strict=True)]
+    values = varying_together(values)
+    return values if equation.primitive.name in ("pvary", "reshard") else _results(equation, values)
+
+
+def _results(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with jax.named_scope(str(equation.source_info.name_stack)):
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]
 

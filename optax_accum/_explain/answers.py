@@ -197,12 +197,10 @@ class Answer(NamedTuple):
         """How much a batch of these types counts in a loss that one count divides."""
         return next(iter(self.counts(batch).values()))[0]
 
-    def grad_weight(self, weight: jax.Array) -> jax.Array:
-        """Returns what makes of a loss the sum of its rows: the weight, or what the loss divides by in its place.
-
-        Under `maximum(sum, 1)` that is 1 for a sum of 0.5 or 0.
-        """
-        return self.denominators[0].kept(weight)
+    @property
+    def kept(self) -> Callable[[jax.Array], jax.Array] | None:
+        """What the loss divides by in place of its weight, as a function of that: `maximum(weight, 1)`, say."""
+        return self.denominators[0].kept if self.denominators[0].keeps else None
 
 
 def answer_of(

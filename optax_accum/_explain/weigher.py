@@ -55,7 +55,7 @@ class Weigher:
         if read is None:
             return None
         weight = total(jnp.asarray(checks.as_weight(read.weight(call[call.batch]), name="What the loss divides by")))
-        return Amount(weight, read.grad_weight(weight))
+        return Amount.given(weight, read.kept)
 
     def _check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
         """Raises where micro-batches of the loss do not add up, whatever they weigh.

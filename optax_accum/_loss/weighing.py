@@ -17,19 +17,31 @@ MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_an
 
 
 class Amount(NamedTuple):
-    """What a micro-batch adds to a window, whose gradient is `sum(grad_weight * gradient) / sum(weight)`.
+    """What a micro-batch adds to a window, whose gradient is `sum(grad_weight * gradient) / kept(sum(weight))`.
 
-    Both are the denominator of its loss, unless the loss keeps that from zero: `total / maximum(count, 1)` has
-    `weight=count` and `grad_weight=maximum(count, 1)`, so that its total is added where the count is 0, too.
+    Both numbers are the denominator of its loss, unless the loss keeps that from zero: `total / maximum(count, 1)` has
+    `weight=count` and `grad_weight=kept(count)`, so that its total is added where the count is 0, too.
+
+    Attributes:
+      kept: the denominator as a function of the count; None for the count itself.
     """
 
     weight: Weight
     grad_weight: Weight
+    kept: jax.tree_util.Partial | None = None
 
     @classmethod
     def of(cls, weight: Weight) -> "Amount":
         """That of a micro-batch whose loss is divided by its weight."""
         return cls(weight, weight)
+
+    @classmethod
+    def given(cls, weight: Weight, multiplies: Any) -> "Amount":
+        """That of a micro-batch whose gradient is multiplied by a number, or by `kept(weight)`; None: by its weight."""
+        if not callable(multiplies):
+            return cls(weight, weight if multiplies is None else multiplies)
+        kept: Any = jax.tree_util.Partial(multiplies)
+        return cls(weight, kept(jnp.asarray(weight)), kept)
 
     @classmethod
     def of_ratio(cls, total: Any, count: Any) -> "Amount":
@@ -40,7 +52,7 @@ class Amount(NamedTuple):
     @property
     def numbers(self) -> tuple[Weight, ...]:
         """The two; the one if they are the same."""
-        return (self.weight,) if self.grad_weight is self.weight else self
+        return (self.weight,) if self.grad_weight is self.weight else (self.weight, self.grad_weight)
 
     @property
     def counts(self) -> Flag:
@@ -48,8 +60,17 @@ class Amount(NamedTuple):
         return functools.reduce(operator.or_, (number != 0 for number in self.numbers))
 
     def map(self, fun: Callable[[Weight], Weight]) -> "Amount":
-        weight, *other = map(fun, self.numbers)
-        return Amount(weight, *(other or [weight]))
+        mapped = list(map(fun, self.numbers))
+        return Amount(mapped[0], mapped[-1], self.kept)
+
+    @property
+    def multiplies(self) -> Any:
+        """What multiplies its gradient if that is not its weight: a number, or a function of the weight; or None."""
+        return self.kept or (None if self.grad_weight is self.weight else self.grad_weight)
+
+    def divides(self, weight: Weight) -> Any:
+        """What divides the sum of a window of this weight."""
+        return self.kept(jnp.asarray(weight)) if self.kept else weight
 
 
 @dataclasses.dataclass(frozen=True)

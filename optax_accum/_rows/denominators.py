@@ -46,12 +46,15 @@ class Denominator(NamedTuple):
         return program.rows[0] if not isinstance(self.by, Sum) else _value_of(self.by, program, values)
 
     def kept(self, count: jax.Array) -> jax.Array:
-        """The denominator as the loss has it: the count, kept from zero."""
-        if not self.keeps:
-            return count
-        unguarded = lambda value: jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
-        results = _evaluated(self.keeps, unguarded)
-        return jnp.reshape(results[self.keeps[-1].outs[0]], ()).astype(count.dtype)
+        """The denominator as the loss has it: the count, or each of several, kept from zero."""
+
+        @jnp.vectorize
+        def one(count: jax.Array) -> jax.Array:
+            unguarded = lambda value: jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
+            results = _evaluated(self.keeps, unguarded, evaluation.bind_elsewhere)
+            return jnp.reshape(results[self.keeps[-1].outs[0]], ()).astype(count.dtype)
+
+        return one(count) if self.keeps else count
 
 
 class Found(NamedTuple):
@@ -180,7 +183,9 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
     return count
 
 
-def _evaluated(equations: Iterable[Equation], given: Callable[[Value], Any]) -> dict[Value, Any]:
+def _evaluated(
+    equations: Iterable[Equation], given: Callable[[Value], Any], bind: Callable[..., Any] = evaluation.bind
+) -> dict[Value, Any]:
     """The results of equations, for all rows; `given` says those of others."""
     found: dict[Value, Any] = {}
 
@@ -190,5 +195,5 @@ def _evaluated(equations: Iterable[Equation], given: Callable[[Value], Any]) -> 
         return found[value] if value in found else given(value)
 
     for equation in equations:
-        found.update(zip(equation.outs, evaluation.bind(equation.single, list(map(read, equation.ins))), strict=True))
+        found.update(zip(equation.outs, bind(equation.single, list(map(read, equation.ins))), strict=True))
     return found

@@ -169,11 +169,11 @@ class Measured(NamedTuple):
 
     Attributes:
       sums: the weighted metrics, and its loss among them.
-      grad_weight: what its gradient is multiplied by; None for its weight.
+      grad_weight: what its gradient is multiplied by: a number, or a function of its weight; None for its weight.
     """
 
     sums: WeightedSum
-    grad_weight: jax.Array | None
+    grad_weight: Any
 
 
 def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> Measured:
@@ -197,8 +197,7 @@ def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> 
         amount = weigh()
         amount = amount if isinstance(amount, Amount) else Amount.of(weight_of(batch, amount))
     of_loss, (others, weight) = weighted({"loss": loss}, amount.grad_weight), weighted(metrics, amount.weight)
-    grad_weight = None if amount.grad_weight is amount.weight else of_loss.weight
-    return Measured(WeightedSum({**of_loss.total, **others}, weight), grad_weight)
+    return Measured(WeightedSum({**of_loss.total, **others}, weight), amount.multiplies)
 
 
 def weight_of(batch: Tree, weight: Any = None) -> jax.Array:

@@ -206,13 +206,14 @@ class TrainState(train_state.TrainState, kw_only=True):
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
         own = "metrics", "batch_stats", "stats_weight"
         extra = _window.extra_args(before, kwargs, own, metrics, weight=weight, flush=flush)
+        grad_weight = extra.get("grad_weight")
         (trained, old), (grads, new) = parted(self.params), parted(grads)
         opt_state = _boxed(self.opt_state, trained)
         params, opt_state = optax_accum.apply_gradients(self.tx, grads, opt_state, trained, **extra)
         opt_state = _boxed(opt_state, trained, axes_of(self.tx))
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
-        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
+        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step, grad_weight))
         if before is not None:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             moments, stats = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)

@@ -131,7 +131,8 @@ class Optimizer(nnx.Optimizer):
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = as_pure(self.window), _window.as_weight(weight)
         metrics = metrics if metrics is None or isinstance(metrics, WeightedSum) else as_pure(dict(metrics))
-        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
+        added = _window.add_metrics(window["metrics"], metrics, counted, micro_step, extra.get("grad_weight"))
+        window = {**window, "metrics": added}
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             window = _step_stats(model, window, counted, micro_step)

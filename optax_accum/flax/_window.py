@@ -22,6 +22,7 @@ from optax_accum._core.state import (
 )
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
+from optax_accum._space import mapped
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 
 
@@ -32,11 +33,13 @@ class MicroStep(NamedTuple):
       first: whether it began the window, so that all sums begin anew.
       counts: whether its micro-batch counts: not where the gradient was skipped or omitted.
       emitted: whether it made an update.
+      weight: what the window weighed before it, on all devices.
     """
 
     first: Any
     counts: Any
     emitted: Any
+    weight: Any = 0.0
 
     @classmethod
     def between(cls, before: AccumulationState | None, after: AccumulationState | None) -> "MicroStep":
@@ -44,7 +47,12 @@ class MicroStep(NamedTuple):
         if before is None or after is None:
             return cls(first=True, counts=True, emitted=jnp.array(True))
         begins = (before.mini_step == 0) & (after.batches != before.batches)  # false if an empty window is flushed
-        return cls(begins, after.skipped == before.skipped, after.emitted)
+        return cls(begins, after.skipped == before.skipped, after.emitted, mapped.totals(before.weight, before.weight))
+
+    def adds(self, weight: jax.Array, kept: Callable[..., Any]) -> jax.Array:
+        """What a micro-batch of this weight adds to `kept(sum(weight))`, by which a loss is divided."""
+        before = jnp.asarray(self.weight)
+        return jnp.where(self.first, kept(weight), kept(before + weight) - kept(before))
 
     def stepped(self, new: Tree, old: Tree) -> Tree:
         """`new` if this micro-step made an update, else `old`."""
@@ -106,10 +114,11 @@ def add_metrics(
     metrics: Mapping[str, Any] | WeightedSum | None,
     weight: jax.Array,
     micro_step: MicroStep,
+    grad_weight: Any = None,
 ) -> dict[str, WeightedSum]:
     """Adds a micro-batch's metrics (nothing for None) to the window's; raises if other names were announced.
 
-    A train step of the library has weighed them: it gives their sums.
+    A train step of the library has weighed them: it gives their sums, and the loss is divided as its gradient.
     """
     if isinstance(metrics, WeightedSum):
         part = metrics
@@ -122,7 +131,10 @@ def add_metrics(
             f"TrainState.create, or Optimizer, must be given the names of the metrics: it was created {announced}, and "
             f"the step measures {names}. Create it with metrics={tuple(names)}."
         )
-    return {name: add(totals[name], part._replace(total=part.total[name]), micro_step) for name in totals}
+    weights = dict.fromkeys(totals, part.weight)
+    if metrics is part and callable(grad_weight):
+        weights["loss"] = micro_step.adds(part.weight, grad_weight)
+    return {name: add(totals[name], WeightedSum(part.total[name], weights[name]), micro_step) for name in totals}
 
 
 def check_given(totals: dict[str, WeightedSum], metrics: Any, weight: Any) -> None:

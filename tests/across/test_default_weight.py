@@ -152,16 +152,47 @@ def seeing_value():
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
 
-@pytest.mark.sweep
-def test_grad_weight_by_hand_is_what_gradients_are_multiplied_by():
+@pytest.mark.parametrize("scale", [0.01, *sweep([0.0, 1e-6])])
+@pytest.mark.parametrize("way", [*sweep(["window", "chain"]), "devices"])
+@pytest.mark.parametrize("guard", sweep([*GUARDS, "plus"], but=["maximum", "plus"]))
+def test_a_window_is_divided_by_what_the_loss_divides_the_whole_batch_by(guard, way, scale, monkeypatch):
+    """Its masks add up to 0.07, or to nothing, and each row has a loss; the inner optimizer sees that."""
+    monkeypatch.setitem(BATCH, "mask", np.float32(scale) * BATCH["mask"])
+
+    def loss(w, batch):
+        return (
+            jnp.sum(errors(w, batch))
+            / {**GUARDS, "plus": lambda count: [count + 1e-6]}[guard](jnp.sum(batch["mask"]))[0]
+        )
+
+    axes = "data" if way == "devices" else None
+    tx = optax_accum.accumulate_gradients(seeing_value(), 3, nonfinite="discard", devices=axes)
+    tx = optax.chain(optax.identity(), tx) if way == "chain" else tx
+    now = over(2, loss, (2, 4, 6), tx) if axes else trained(loss, (2, 4, 6), tx=tx)
+    value, grad = jax.value_and_grad(loss)(W, BATCH)
+    np.testing.assert_allclose(now, W - grad * value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.01, *sweep([0.0, 1.0])])
+def test_grad_weight_by_hand_is_what_the_loss_divides_by(scale):
+    loss = lambda w, batch: jnp.sum(errors(w, batch)) / jnp.maximum(scale * jnp.sum(batch["mask"]), 1)
     tx, now = optax_accum.accumulate_gradients(optax.sgd(1.0), 3), W
     state = tx.init(now)
     for rows in (slice(0, 1), slice(1, 8), slice(8, 12)):
         part = jax.tree.map(lambda leaf: leaf[rows], BATCH)  # noqa: B023
-        count = _positives(part)
-        weights = {"weight": count, "grad_weight": jnp.maximum(count, 1)}
-        now, state = optax_accum.apply_gradients(tx, jax.grad(over_positives)(now, part), state, now, **weights)
-    np.testing.assert_allclose(now, W - jax.grad(over_positives)(W, BATCH), rtol=1e-5)
+        weights = {"weight": scale * jnp.sum(part["mask"]), "grad_weight": lambda count: jnp.maximum(count, 1)}
+        now, state = optax_accum.apply_gradients(tx, jax.grad(loss)(now, part), state, now, **weights)
+    np.testing.assert_allclose(now, W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", *sweep(["omit"])])
+def test_a_window_of_which_a_policy_leaves_out_all_makes_no_update_whatever_divides_its_loss(nonfinite):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, nonfinite=nonfinite)
+    weights = {"weight": 0.0, "grad_weight": lambda count: jnp.maximum(count, 1)}
+    now, state = optax_accum.apply_gradients(tx, jnp.full(3, jnp.nan), tx.init(W), W, flush=True, **weights)
+    np.testing.assert_array_equal(now, W)
+    assert state.skipped == 1
+    assert state.gradient_step == 0
 
 
 @pytest.mark.sweep
