@@ -3,55 +3,31 @@
 import jax
 
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, compilers, matching
+from optax_accum._core import compilers, matching
 from optax_accum._core.state import AccumulationState, holds_sum
-from optax_accum._core.types import Flag, Tree, Weight
+from optax_accum._core.types import Tree, Weight
 
 
-class Accumulator:
-    """The sum of a window in flight, which a state holds."""
-
-    adds_inside = True  # whether a backward pass may add to it
-
-    def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
+def check(schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
+    """Raises for gradients of another tree, and for a window of several micro-steps without a sum."""
+    if holds_sum(state):
         matching.check(state.acc_grads, grads)
-
-    def on_device(self, state: AccumulationState) -> Tree:
-        """The sum; fetched if it lies in the memory of the host."""
-        return compilers.on_device(state.acc_grads)
-
-    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: Flag, skip: Flag) -> Tree:
-        return arithmetic.add(self.on_device(state), grads, weight, first, skip)
-
-    def weight(self, state: AccumulationState, weight: Weight) -> Weight:
-        """The weight of the window with this micro-batch in it."""
-        return state.weight + weight
-
-    def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
-        return state._replace(acc_grads=compilers.to_memory_of(total, state.acc_grads))
+    elif schedule.holds and jax.tree.leaves(grads):
+        raise ValueError(
+            f"Only every=1 works without an accumulator: every={schedule.text}, and the state was made for "
+            "every=1. Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
+        )
 
 
-class NoAccumulator(Accumulator):
-    """A state that holds no sum: each micro-step closes its window."""
-
-    adds_inside = False
-
-    def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
-        if schedule.holds and jax.tree.leaves(grads):
-            raise ValueError(
-                f"Only every=1 works without an accumulator: every={schedule.text}, and the state was made for "
-                "every=1. Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
-            )
-
-    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: Flag, skip: Flag) -> Tree:
-        return arithmetic.add(None, grads, weight, first, skip)
-
-    def weight(self, state: AccumulationState, weight: Weight) -> Weight:
-        return weight  # known when tracing, where the weight is: no branch is compiled
-
-    def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
-        return state
+def so_far(state: AccumulationState) -> Tree | None:
+    """The sum, fetched if it lies in the memory of the host; None where each micro-step closes its window."""
+    return compilers.on_device(state.acc_grads) if holds_sum(state) else None
 
 
-def accumulator_of(state: AccumulationState) -> Accumulator:
-    return Accumulator() if holds_sum(state) else NoAccumulator()
+def with_sum(state: AccumulationState, total: Tree) -> AccumulationState:
+    return state._replace(acc_grads=compilers.to_memory_of(total, state.acc_grads)) if holds_sum(state) else state
+
+
+def weight_with(state: AccumulationState, weight: Weight) -> Weight:
+    """The weight of the window with this micro-batch in it; known when tracing, where it is alone and its weight is."""
+    return state.weight + weight if holds_sum(state) else weight

@@ -1,6 +1,7 @@
 """One micro-batch of a loss across calls: weighed, differentiated, added to the accumulator."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,7 +51,6 @@ class Loss:
     divisor: Divisor
     meter: Meter
     amount_from_loss: Callable[..., Amount | None] | None = None  # reads off the loss how a micro-batch counts
-    holds: bool = True  # whether a window may have several calls; one call has a micro-batch on each device
 
     def add(
         self,
@@ -61,12 +61,14 @@ class Loss:
         index: Any,
         *,
         flush: Flag | None,
-        in_window: bool = True,
+        in_window: bool,
+        takes_a_sum: bool,
     ) -> Done:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
         Without `acc` the gradient is returned instead. `flush`: whether this micro-batch closes the window, None if
-        nobody has said it. `in_window`: whether the optimizer adds calls up.
+        nobody has said it. `in_window`: whether the optimizer adds micro-batches up, of calls or of devices, and
+        `takes_a_sum` whether it takes their sum.
         """
         call = device.localized(call, call.params).fold_key(index)
 
@@ -75,7 +77,10 @@ class Loss:
 
         params = call.arguments[0]
         traced, compute = _traced(device, fun, params)
-        weighing = self._weighing(device, traced.shapes.loss, call, weight, device.mean_and_factor(traced), in_window)
+        read = None
+        if in_window and self.amount_from_loss and call.batch:
+            read = functools.partial(self.amount_from_loss, call, takes_a_sum=takes_a_sum, axes=device.axes)
+        weighing = self._weighing(traced.shapes.loss, call, weight, device.mean_and_factor(traced), read, in_window)
         together = device.runs_together(traced)
         if acc is not None:
             matching.check_sums(acc, params)
@@ -133,18 +138,24 @@ class Loss:
         return Adding(self.meter.no_squares(params), traced.is_short or traced.has_rule)
 
     def _weighing(
-        self, device: Device, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor, in_window: bool
+        self,
+        loss: Any,
+        call: Call,
+        weight: Any,
+        mean_and_factor: MeanAndFactor,
+        read: Callable[..., Amount | None] | None,
+        in_window: bool,
     ) -> ByWeight | ByCount:
-        """How a micro-batch is weighed; `loss` holds shapes."""
+        """How a micro-batch is weighed; `loss` holds shapes. `read` raises where micro-batches do not add up."""
         check_loss(loss)
         check_single(loss)
         is_ratio, is_weighed = isinstance(loss, Ratio), weight is not None or self.weight_fn is not None
         if is_ratio:
             self._check_ratio(is_weighed)
-        read = self._read(device, call, is_weighed=is_ratio or is_weighed)
+        found = read and read(is_weighed=is_ratio or is_weighed)
         if is_ratio:
             return ByCount(mean_and_factor, in_window)
-        own = self._amount(call, read) if weight is None else Amount.of(checks.as_weight(weight))
+        own = self._amount(call, found) if weight is None else Amount.of(checks.as_weight(weight))
         means, factors = zip(*map(mean_and_factor, own.numbers), strict=True)
         return ByWeight(Amount(means[0], means[-1], own.kept), factors[-1])
 
@@ -157,13 +168,6 @@ class Loss:
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
                 '"mean", or return the total alone.'
             )
-
-    def _read(self, device: Device, call: Call, *, is_weighed: bool) -> Amount | None:
-        """How the loss says that the micro-batch counts; raises where micro-batches do not add up."""
-        if self.amount_from_loss is None or not call.batch or not (self.holds or device.count > 1):
-            return None
-        takes_a_sum = not self.divisor.is_mean
-        return self.amount_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed, axes=device.axes)
 
     def _amount(self, call: Call, read: Amount | None) -> Amount:
         """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._across.accumulator import accumulator_of
-from optax_accum._core import arithmetic
+from optax_accum._core import arithmetic, compilers
 from optax_accum._core.state import find_state
 from optax_accum._core.sums import as_number
 from optax_accum._core.types import Axes, Tree
@@ -106,7 +105,7 @@ def mean_grads(state: Tree) -> Tree:
       [4. 4.]
     """
     window = find_state(state)
-    total, weight = mapped.totals((accumulator_of(window).on_device(window), window.weight), window.weight)
+    total, weight = mapped.totals((compilers.on_device(window.acc_grads), window.weight), window.weight)
     factor, has_begun = arithmetic.reciprocal(weight), jnp.asarray(window.mini_step) > 0
     return jax.tree.map(lambda leaf: jnp.where(has_begun, arithmetic.scaled(leaf, factor, leaf.dtype), 0), total)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,6 @@ class Keywords(NamedTuple):
     weight: Any
     flush: Any
     extra_args: Mapping[str, Any]
-    read: Amount | None = None  # how the micro-batch counts in a mean, if its loss was read
 
     @property
     def names(self) -> set[str]:
@@ -55,7 +54,6 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    amount_from_loss: Callable[..., Amount | None] | None  # for windows inside the optimizer: how micro-batches count
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies its gradient: the value, the parameters, the state."""
@@ -64,20 +62,25 @@ class Step:
         params = jax.tree.map(jnp.asarray, params)
         call, keywords = self._bound((params, *args), keywords)
         self._check(call, weighted=keywords.weight is not None or self.loss.weight_fn is not None)
-        keywords = self._read(keywords, call, state, params)
         space = self.space(state, call)
         self._check_read(keywords.extra_args, state, params)
         if keywords.weight is not None:
             keywords = keywords._replace(weight=self.weighed(space, keywords.weight, state))
         index = micro_step_of(state, keyed=call.rng is not None)
         closes = self.closes(state, keywords.flush)
-        add = functools.partial(self.loss.add, flush=closes, in_window=self.adds_up(state))
-        done, _ = space.run(lambda *local: (add(*local), None), call, self._acc(state), keywords.weight, index)
+        in_window = any(map(has_several, states_in(state)))
+        takes_a_sum = in_window and self.takes_a_sum(keywords, state, params)
+        add = functools.partial(self.loss.add, flush=closes, in_window=in_window, takes_a_sum=takes_a_sum)
+        done, _ = space.run(lambda *local: (add(*local), None), call, self.accumulator(state), keywords.weight, index)
         return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
 
-    def adds_up(self, state: Tree) -> bool:
-        """Whether the optimizer, or a part of it, adds calls up."""
-        return any(map(has_several, states_in(state)))
+    def takes_a_sum(self, keywords: Keywords, state: Tree, params: Tree) -> bool:
+        """Whether a window inside the optimizer takes sums: then it ignores the rows of a micro-batch."""
+        if self.loss.amount_from_loss is None:
+            return False
+        args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
+        extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
+        return bool(ignored_args(self.inner, ["rows"], args, extra_args))
 
     def closes(self, state: Tree, flush: Any) -> Flag | None:
         """Whether this micro-step closes its window; None if nobody has said it."""
@@ -93,19 +96,16 @@ class Step:
     def weighed(self, space: Space, weight: Any, state: Tree) -> Any:
         return weight
 
-    def adds_inside(self, state: Tree) -> bool:
-        """Whether a backward pass may add to an accumulator."""
-        return False
+    def accumulator(self, state: Tree) -> Tree | None:
+        """The sum to which a backward pass may add; None if it may not."""
+        return None
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """The parameters and the state after the micro-batch."""
-        amount = done.amount if keywords.read is None else keywords.read
-        named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.amount.weight, jax.Array)
+        amount = done.amount
+        named = keywords.weight is not None or self.loss.weight_fn or isinstance(amount.weight, jax.Array)
         check_no_other_window(state, "value_and_apply_gradients")
-        if named:
-            counted = {"weight": amount.weight}
-        else:
-            counted = {"rows": int(amount.weight) if keywords.read is None else amount.weight}
+        counted = {"weight": amount.weight} if named else {"rows": int(amount.weight)}
         if amount.multiplies is not None:
             counted["grad_weight"] = amount.multiplies
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
@@ -124,16 +124,6 @@ class Step:
         call = self.roles.bind(args, {name: arg for name, arg in keywords.extra_args.items() if name in of_fun})
         rest = {name: arg for name, arg in keywords.extra_args.items() if name not in of_fun}
         return call, keywords._replace(extra_args=rest)
-
-    def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
-        """Reads off the loss how the micro-batch counts in the mean of a window inside the optimizer."""
-        if self.amount_from_loss is None or not call.batch or not self.adds_up(state):
-            return keywords
-        is_weighed = keywords.weight is not None or self.loss.weight_fn is not None
-        args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
-        extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
-        takes_a_sum = ignored_args(self.inner, ["rows"], args, extra_args)
-        return keywords._replace(read=self.amount_from_loss(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed))
 
     @property
     def _inner_names(self) -> set[str]:
@@ -167,12 +157,6 @@ class Step:
             )
         call.check_shared(rows.count_rows(batch) if has_rows else None)
 
-    def _acc(self, state: Tree) -> Tree | None:
-        """The accumulator that a backward pass may add to; None if it may not."""
-        if not self.adds_inside(state):
-            return None
-        return accumulator.accumulator_of(state).on_device(state)
-
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatingStep(Step):
@@ -183,6 +167,9 @@ class AccumulatingStep(Step):
     def closes(self, state: AccumulationState, flush: Any) -> Flag | None:
         decided = on_host.closes(self.rules.schedule, self.rules.policy, state, flush)
         return super().closes(state, flush) if decided is None else decided
+
+    def takes_a_sum(self, keywords: Keywords, state: Tree, params: Tree) -> bool:
+        return not self.rules.divisor.is_mean
 
     def inner_state(self, state: AccumulationState) -> Tree:
         return state.inner_opt_state
@@ -199,8 +186,8 @@ class AccumulatingStep(Step):
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:
         return weighed(self.rules, space, Amount.of(weight), state).weight
 
-    def adds_inside(self, state: AccumulationState) -> bool:
-        return self.rules.policy.unseen and accumulator.accumulator_of(state).adds_inside
+    def accumulator(self, state: AccumulationState) -> Tree | None:
+        return accumulator.so_far(state) if self.rules.policy.unseen else None
 
     def apply(
         self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree

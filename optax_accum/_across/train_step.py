@@ -151,21 +151,19 @@ def value_and_apply_gradients(
     fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("exact", exact, may_be_none=False)
-    amount_from_loss = _amount_from_loss(fun, roles, has_aux) if exact else None
     loss = Loss(
         fun,
         returns=Returns(has_aux),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
-        amount_from_loss=amount_from_loss if rules else None,
-        holds=rules is not None and rules.schedule.holds,
+        amount_from_loss=_amount_from_loss(fun, roles, has_aux) if exact else None,
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "grad_weight", "flush")
-        micro_step = Step(loss, roles, optimizer, mean_args=("value",), amount_from_loss=amount_from_loss)
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",))
     else:
-        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, amount_from_loss=None, rules=rules)
+        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, rules=rules)
 
     @functools.wraps(fun)
     def step(

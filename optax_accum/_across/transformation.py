@@ -292,7 +292,7 @@ def update(
     check_arrays("Gradients", grads, NOT_GRADIENTS)
     space = here(rules.devices)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
-    if not isinstance(rows, jax.Array):  # an array is the denominator of a loss
+    if not isinstance(rows, jax.Array):  # a trace asks whether rows are read
         rows = as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
     amount = weighed(rules, space, Amount.given(weight, grad_weight), state)

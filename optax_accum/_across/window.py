@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across import inner, on_host, outcomes
-from optax_accum._across.accumulator import Accumulator, accumulator_of
+from optax_accum._across import accumulator, inner, on_host, outcomes
 from optax_accum._across.divisor import Divisor
 from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Closing, Outcome
@@ -61,7 +60,6 @@ class Window(NamedTuple):
     """The window with this micro-batch in it."""
 
     state: AccumulationState
-    accumulator: Accumulator
     total: Tree | Reduced  # sum(w g)
     weight: Weight  # sum(w)
     amount: Amount  # of this micro-batch
@@ -70,7 +68,7 @@ class Window(NamedTuple):
     def with_left(self, fields: dict[str, Any]) -> AccumulationState:
         """Moves the buffer of a closed window, if there is one, from the fields to the state."""
         left = fields.pop("acc_grads", None)
-        return self.state if left is None else self.accumulator.with_sum(self.state, left)
+        return self.state if left is None else accumulator.with_sum(self.state, left)
 
 
 def weighed(rules: WindowRules, space: Space, amount: Amount, state: AccumulationState) -> Amount:
@@ -120,11 +118,12 @@ def join(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumulatio
     counts = flags.negated(skip) if rules.policy.waits else True
     amount = batch.amount.map(lambda number: flags.selected(skip, 0, number))
     weight = amount.weight
-    first, accumulator = flags.known(state.mini_step == 0), accumulator_of(state)
-    added, window_weight = batch.added, accumulator.weight(state, weight)
+    first = flags.known(state.mini_step == 0)
+    added, window_weight = batch.added, accumulator.weight_with(state, weight)
     if added is None:
         squares = rules.meter.squares(batch.grads, like=state.weight)
-        added = Added(accumulator.plus(state, batch.grads, batch.amount.grad_weight, first, skip), squares, None)
+        acc = arithmetic.add(accumulator.so_far(state), batch.grads, batch.amount.grad_weight, first, skip)
+        added = Added(acc, squares, None)
     state = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
         weight=state.weight + weight,
@@ -134,7 +133,7 @@ def join(rules: WindowRules, space: Space, batch: MicroBatch, state: Accumulatio
         samples=rules.meter.sample(state.samples, _squares_of_mean(added.squares, amount), weight, first),
     )
     state = accumulator.with_sum(state, added.acc)
-    return Window(state, accumulator, added.reduced or added.acc, window_weight, amount, counts)
+    return Window(state, added.reduced or added.acc, window_weight, amount, counts)
 
 
 def _squares_of_mean(squares: Any, amount: Amount) -> Any:
@@ -258,7 +257,7 @@ def check_state(state: Any) -> None:
 def checked(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
     """Checks the micro-batch against the state; returns stand-ins with the whole gradient's shapes and dtypes."""
     if batch.added is None:
-        accumulator_of(state).check(rules.schedule, state, batch.grads)
+        accumulator.check(rules.schedule, state, batch.grads)
     for name in (name for name in rules.meter.fields if not getattr(state, name)):
         raise ValueError(
             f"The state was made without {name}: state.{name}=(). Add what is missing with "

@@ -136,10 +136,8 @@ def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
 
 def has_several(state: AccumulationState) -> bool:
     """Whether a window has several micro-batches: of several calls, or, with `every=1`, one on each device."""
-    if not holds_partial_sums(state):
-        return holds_sum(state)
-    sees_own_alone = bool(meshes.manual_axes())
-    return holds_sum(state) or len(state.weight) > 1 or sees_own_alone
+    on_several = holds_partial_sums(state) and (len(state.weight) > 1 or bool(meshes.manual_axes()))
+    return on_several or holds_sum(state)
 
 
 def check_local(grads: Tree, axes: Axes) -> None:

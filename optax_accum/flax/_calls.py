@@ -13,7 +13,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core.state import holds_partial_sums
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.types import Axes, Tree
+from optax_accum._core.types import Tree
 from optax_accum._explain.weigher import Weigher
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided, kept_from_zero
 from optax_accum._loss.weighing import Amount
@@ -79,26 +79,21 @@ class StepWeighing(NamedTuple):
         number of its rows.
         """
 
+        def read(device: Device, call: Call) -> Amount | None:  # each device reads the loss of its rows
+            return None if self.read is None else self.read(call, total=device.total)
+
         def counted(read: Amount | None, call: Call, outputs: tuple[Any, Any]) -> Any:
             weigh = lambda: self.weight_fn(*call[call.batch]) if self.weight_fn else read
             return sums_of(call, *outputs, weigh)
 
-        def on_device(device: Device, call: Call, outputs: tuple[Any, Any]) -> tuple[Any, None]:
-            return counted(self._read(device, call), call, outputs), None
-
         devices = devices_of(options)
         if not devices.is_partial:
-            return counted(self._over(devices.axes, call), call, outputs)
+            _, amount = here(Devices(devices.axes or None)).run(lambda *local: ((), read(*local)), call)
+            return counted(amount, call, outputs)
         space = here(devices)
+        on_device = lambda device, call, outputs: (counted(read(device, call), call, outputs), None)
         local, _ = space.run(on_device, call, space.as_partial(outputs))
         return space.as_local(local)
-
-    def _over(self, axes: Axes, call: Call) -> Amount | None:
-        """How a batch counts, of which each device reads the loss of its rows."""
-        return here(Devices(axes or None)).run(lambda device, call: ((), self._read(device, call)), call)[1]
-
-    def _read(self, device: Device, call: Call) -> Amount | None:
-        return None if self.read is None else self.read(call, total=device.total)
 
 
 def devices_of(options: Mapping[str, Any]) -> Devices:

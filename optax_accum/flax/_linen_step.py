@@ -114,7 +114,7 @@ def train_step(
         if _window.find_window(state.opt_state) is None:  # each call is an update
             return state.apply_gradients(grads=grads, flush=flush, **new), weighted_mean(totals["sums"])
         new |= {"weight": sums["sums"].weight, "stats_weight": None if moments is None else moments.weight}
-        new |= {} if sums["grad_weight"] is None else {"grad_weight": sums["grad_weight"]}
+        new |= {"grad_weight": sums["grad_weight"]}
         state = state.apply_gradients(grads=grads, flush=flush, metrics=totals["sums"], **new)
         return state, state.window_metrics()
 

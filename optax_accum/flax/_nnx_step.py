@@ -113,8 +113,8 @@ def train_step(
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
             return weighted_mean(totals)
-        own = {} if grad_weight is None else {"grad_weight": grad_weight}
-        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=totals, flush=flush, **own)
+        weights = {"weight": sums.weight, "grad_weight": grad_weight, "stats_weight": rows}
+        optimizer.update(model, grads, metrics=totals, flush=flush, **weights)
         return optimizer.window_metrics()
 
     return step
