@@ -235,7 +235,7 @@ ASKED = {
         "_loss/meter _across/transformation _within/rules",
     ),
     "is a gradient measured": ({"measures"}, "_loss/meter _across/loss"),
-    "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step"),
+    "is the sum divided": ({"as_divisor"}, "_across/transformation"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _space/devices flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
@@ -244,7 +244,7 @@ ASKED = {
     ),
     "is the divisor a weight": (
         {"is_mean"},
-        "_across/divisor _across/window _across/loss _across/multi_steps _across/transformation flax/_calls",
+        "_across/divisor _across/window _across/steps _across/multi_steps _across/transformation flax/_calls",
     ),
     "does it lie in host memory": (
         {"to_memory_of"},
@@ -448,7 +448,7 @@ def test_dir_shows_what_users_need():
 # What is there, rounded up: what adds a mechanism takes away another, and what makes it smaller lowers the budget.
 # The goals: a core of 15,200 lines, 100,000 tokens and 100 files, 21,000 lines with the products, 75 options.
 BUDGET = {
-    "core": {"files": 157, "lines": 21_640, "tokens": 156_440},
+    "core": {"files": 157, "lines": 21_638, "tokens": 156_430},
     "products": {"files": 36, "lines": 6_440, "tokens": 50_120},
 }
 OPTIONS = 75

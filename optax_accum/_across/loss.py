@@ -1,13 +1,11 @@
 """One micro-batch of a loss across calls: weighed, differentiated, added to the accumulator."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
 from optax_accum._core import convolutions, matching, tracing
@@ -18,7 +16,7 @@ from optax_accum._loss.backward import Adding, Backward, add_to, contribution, f
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import LossParts, Returns
 from optax_accum._loss.ratio import Ratio, check_loss, check_single
-from optax_accum._loss.weighing import Amount, ByCount, ByWeight, MeanAndFactor
+from optax_accum._loss.weighing import Amount, ByCount, ByWeight
 from optax_accum._shared.arrays import short
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending, Reduced
@@ -48,7 +46,6 @@ class Loss:
     fun: Callable[..., Any]
     returns: Returns
     weight_fn: Callable[..., Any] | None
-    divisor: Divisor
     meter: Meter
     amount_from_loss: Callable[..., Amount | None] | None = None  # reads off the loss how a micro-batch counts
 
@@ -77,10 +74,7 @@ class Loss:
 
         params = call.arguments[0]
         traced, compute = _traced(device, fun, params)
-        read = None
-        if in_window and self.amount_from_loss and call.batch:
-            read = functools.partial(self.amount_from_loss, call, takes_a_sum=takes_a_sum, axes=device.axes)
-        weighing = self._weighing(traced.shapes.loss, call, weight, device.mean_and_factor(traced), read, in_window)
+        weighing = self._weighing(device, traced, call, weight, in_window, takes_a_sum)
         together = device.runs_together(traced)
         if acc is not None:
             matching.check_sums(acc, params)
@@ -138,44 +132,43 @@ class Loss:
         return Adding(self.meter.no_squares(params), traced.is_short or traced.has_rule)
 
     def _weighing(
-        self,
-        loss: Any,
-        call: Call,
-        weight: Any,
-        mean_and_factor: MeanAndFactor,
-        read: Callable[..., Amount | None] | None,
-        in_window: bool,
+        self, device: Device, traced: Traced, call: Call, weight: Any, in_window: bool, takes_a_sum: bool
     ) -> ByWeight | ByCount:
-        """How a micro-batch is weighed; `loss` holds shapes. `read` raises where micro-batches do not add up."""
+        """How a micro-batch is weighed; raises where micro-batches do not add up."""
+        loss, mean_and_factor = traced.shapes.loss, device.mean_and_factor(traced)
         check_loss(loss)
         check_single(loss)
         is_ratio, is_weighed = isinstance(loss, Ratio), weight is not None or self.weight_fn is not None
         if is_ratio:
-            self._check_ratio(is_weighed)
-        found = read and read(is_weighed=is_ratio or is_weighed)
+            self._check_ratio(is_weighed, takes_a_sum)
+        read = None
+        if in_window and self.amount_from_loss and call.batch:
+            how = {"takes_a_sum": takes_a_sum, "is_weighed": is_ratio or is_weighed}
+            read = self.amount_from_loss(call, axes=device.axes, **how)
         if is_ratio:
             return ByCount(mean_and_factor, in_window)
-        own = self._amount(call, found) if weight is None else Amount.of(checks.as_weight(weight))
+        own = self._amount(call, read, takes_a_sum) if weight is None else Amount.of(checks.as_weight(weight))
         means, factors = zip(*map(mean_and_factor, own.numbers), strict=True)
         return ByWeight(Amount(means[0], means[-1], own.kept), factors[-1])
 
-    def _check_ratio(self, weighed: bool) -> None:
+    def _check_ratio(self, weighed: bool, takes_a_sum: bool) -> None:
         if weighed:
             weigher = "weight_fn" if self.weight_fn else "weight"
             raise ValueError(f"A Ratio brings the weight of a micro-batch: {weigher} is given, too. Leave that out.")
-        if not self.divisor.is_mean:
+        if takes_a_sum:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
                 '"mean", or return the total alone.'
             )
 
-    def _amount(self, call: Call, read: Amount | None) -> Amount:
-        """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows."""
+    def _amount(self, call: Call, read: Amount | None, takes_a_sum: bool) -> Amount:
+        """How much the micro-batch counts: by `weight_fn`, else by its loss, else by its rows, or 1 in a sum."""
         if self.weight_fn:
             return Amount.of(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
         if read is not None:
             return read
-        return Amount.of(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))
+        by_rows = call.batch and not takes_a_sum
+        return Amount.of(rows.count_known_rows(call[call.batch]) * 1.0 if by_rows else 1.0)
 
 
 def _traced(device: Device, fun: Callable[[Any], LossParts], params: Tree) -> tuple[Traced, Callable[[Any], LossParts]]:

@@ -30,7 +30,6 @@ class Policy(NamedTuple):
       needs_sum: whether `accepts` reads the sum, so that only a window that closes asks.
       rejects: `(gradient, state, params) -> (discard, info)`: whether a window makes no update, by the gradient that
         the inner optimizer would get; None if nothing asks.
-      unseen: whether a backward pass may add to the sum before anyone has looked.
       blank: `params -> info` before the first micro-step.
       text: the value of `nonfinite`, for a message.
     """
@@ -40,13 +39,12 @@ class Policy(NamedTuple):
     accepts: Callable[[Space, Tree, Weight], Flag] = lambda space, total, weight: True
     needs_sum: bool = False
     rejects: Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]] | None = None
-    unseen: bool = False
     blank: Callable[[Tree], Tree] = lambda params: ()
     text: str = "a callable"
 
     @property
     def leaves_out(self) -> bool:
-        """Whether it may leave out a micro-batch of a window."""
+        """Whether it may leave out a micro-batch, so that no backward pass may add it before it has looked."""
         return self.screen is not _join_all
 
 
@@ -125,15 +123,16 @@ def _leave_out(space: Space, grads: Tree, amount: Amount, state: AccumulationSta
     return space.nonfinite((grads, amount.numbers), amount.counts), state.skip_state
 
 
-def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
-    return ~space.nonfinite((total, weight), True)
-
-
 TABLE = {
-    "propagate": Policy(_join_all, unseen=True, text='"propagate"'),
+    "propagate": Policy(_join_all, text='"propagate"'),
     "skip": Policy(_leave_out, waits=True, text='"skip"'),
     "omit": Policy(_leave_out, text='"omit"'),
-    "discard": Policy(_join_all, accepts=_finite, needs_sum=True, unseen=True, text='"discard"'),
+    "discard": Policy(
+        _join_all,
+        accepts=lambda space, *total_and_weight: ~space.nonfinite(total_and_weight, True),
+        needs_sum=True,
+        text='"discard"',
+    ),
 }
 
 
@@ -145,7 +144,7 @@ def _from_callable(skip: Skip) -> Policy:
 
 def _from_window_rule(rule: Skip) -> Policy:
     rejects, blank = _remembering(rule, _Form("The rule of discard_if", "discard"))
-    return Policy(_join_all, rejects=rejects, unseen=True, blank=blank, text="discard_if")
+    return Policy(_join_all, rejects=rejects, blank=blank, text="discard_if")
 
 
 class _Form(NamedTuple):

@@ -46,6 +46,11 @@ class Keywords(NamedTuple):
         return {name for name in ("weight", "flush") if getattr(self, name) is not None} | self.extra_args.keys()
 
 
+def adds_up(state: Tree) -> bool:
+    """Whether an optimizer, or a part of it, adds micro-batches up, of calls or of devices."""
+    return any(map(has_several, states_in(state)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step of any optimizer, which gets the gradient of a micro-batch and its weight."""
@@ -68,19 +73,16 @@ class Step:
             keywords = keywords._replace(weight=self.weighed(space, keywords.weight, state))
         index = micro_step_of(state, keyed=call.rng is not None)
         closes = self.closes(state, keywords.flush)
-        in_window = any(map(has_several, states_in(state)))
-        takes_a_sum = in_window and self.takes_a_sum(keywords, state, params)
-        add = functools.partial(self.loss.add, flush=closes, in_window=in_window, takes_a_sum=takes_a_sum)
+        joins = {"in_window": adds_up(state), "takes_a_sum": self.takes_a_sum(keywords, state, params)}
+        add = functools.partial(self.loss.add, flush=closes, **joins)
         done, _ = space.run(lambda *local: (add(*local), None), call, self.accumulator(state), keywords.weight, index)
         return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
 
     def takes_a_sum(self, keywords: Keywords, state: Tree, params: Tree) -> bool:
         """Whether a window inside the optimizer takes sums: then it ignores the rows of a micro-batch."""
-        if self.loss.amount_from_loss is None:
-            return False
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
-        return bool(ignored_args(self.inner, ["rows"], args, extra_args))
+        return adds_up(state) and bool(ignored_args(self.inner, ["rows"], args, extra_args))
 
     def closes(self, state: Tree, flush: Any) -> Flag | None:
         """Whether this micro-step closes its window; None if nobody has said it."""
@@ -187,7 +189,7 @@ class AccumulatingStep(Step):
         return weighed(self.rules, space, Amount.of(weight), state).weight
 
     def accumulator(self, state: AccumulationState) -> Tree | None:
-        return accumulator.so_far(state) if self.rules.policy.unseen else None
+        return None if self.rules.policy.leaves_out else accumulator.so_far(state)
 
     def apply(
         self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree

@@ -6,7 +6,6 @@ from typing import Any
 
 import optax
 
-from optax_accum._across.divisor import as_divisor
 from optax_accum._across.loss import Loss
 from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
@@ -155,7 +154,6 @@ def value_and_apply_gradients(
         fun,
         returns=Returns(has_aux),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
-        divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
         amount_from_loss=_amount_from_loss(fun, roles, has_aux) if exact else None,
     )

@@ -56,10 +56,6 @@ class Seen(NamedTuple):
     rest: jax.Array  # float [], below 2**20
 
 
-def new_seen() -> Seen:
-    return Seen(jnp.zeros([], jnp.int32), jnp.zeros([]))
-
-
 def as_number(seen: Seen) -> jax.Array:
     return _UNIT * seen.units.astype(seen.rest.dtype) + seen.rest
 

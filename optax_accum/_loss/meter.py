@@ -88,7 +88,7 @@ class Counting(Meter):
     fields = ("seen",)
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        return {"seen": sums.new_seen()}
+        return {"seen": sums.Seen(jnp.zeros([], jnp.int32), jnp.zeros([]))}
 
     def learn(self, state: AccumulationState, samples: Any, total: Tree, weight: jax.Array) -> dict[str, Any]:
         return {"seen": sums.see(state.seen, jnp.asarray(weight, state.seen.rest.dtype))}

@@ -167,10 +167,6 @@ def _keeps(analysis: FormAnalysis, by: Sum, guards: Iterable[Equation | None]) -
     return tuple(equation for equation in analysis.levels.program.equations if equation in needed)
 
 
-def _as_sum(base: Sum | Extreme) -> Sum:
-    return base if isinstance(base, Sum) else Sum(base.value, NONE)
-
-
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
     making = needed([of.value], program.made_by)
     inputs = dict(zip(program.inputs, values, strict=True))
@@ -178,7 +174,8 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
     count = jnp.reshape(found[of.value], ())
     count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
     for base, exponent in of.powers:
-        by = program.rows[0] if isinstance(base, str) else _value_of(_as_sum(base), program, values)
+        base = Sum(base.value, NONE) if isinstance(base, Extreme) else base
+        by = _value_of(base, program, values) if isinstance(base, Sum) else program.rows[0]
         count = count / by**exponent
     return count
 

@@ -60,7 +60,7 @@ class _Pairing:
         """Appends the equations of two programs; returns their results."""
         (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
         env: dict[Any, Value] = dict(zip((*of_single.invars, *of_double.invars), (*inputs, *inputs), strict=True))
-        are_pairs = len(consts) == len(double_consts) and all(map(_same_rank, consts, double_consts))
+        are_pairs = list(map(jnp.ndim, consts)) == list(map(jnp.ndim, double_consts))
         for place, (var, array) in enumerate(zip(of_single.constvars, consts, strict=True)):
             double_array = double_consts[place] if are_pairs else None
             axis = axis_of(jax.typeof(array), jax.typeof(double_array), self.rows) if are_pairs else None
@@ -190,10 +190,6 @@ def _aligned(single: Any, double: Any) -> Iterator[tuple[Sequence[Any], Sequence
             yield from (([a], [b], True) for a, b in zip(single.eqns[first:last], double.eqns[begin:end], strict=True))
         else:
             yield single.eqns[first:last], double.eqns[begin:end], False
-
-
-def _same_rank(a: Any, b: Any) -> bool:
-    return jnp.ndim(a) == jnp.ndim(b)
 
 
 def _difference(ours: Sequence[Any], others: Sequence[Any]) -> str:

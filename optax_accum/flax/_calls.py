@@ -147,15 +147,12 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     return {**options, "devices": dataclasses.replace(devices, axes=axes or None, to=PARTIAL if partial else None)}
 
 
-def has_partial_sums(options: Mapping[str, Any]) -> bool:
-    return devices_of(options).is_partial
-
-
 def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
     """Reduces per-device outputs over all devices; does nothing without partial sums."""
-    if not has_partial_sums(options):
+    devices = devices_of(options)
+    if not devices.is_partial:
         return own
-    space = here(Devices(devices_of(options).axes))
+    space = here(Devices(devices.axes))
     return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
 
 

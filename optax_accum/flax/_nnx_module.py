@@ -46,7 +46,7 @@ class Module:
             loss, aux = _calls.pair(out) if has_aux else (out, None)
             return loss, (aux, (moments, rest))
 
-        is_partial = _calls.has_partial_sums(options)
+        is_partial = _calls.devices_of(options).is_partial
         placed: dict[str, Any] = {**options, "has_aux": True, "batch_argnums": self.call.batch}
         compute = optax_accum.value_and_grad(pure, **placed)
         value, grads = compute(self.params, *by_position, (self.stats, self.rest), **by_keyword)

@@ -87,6 +87,8 @@ def test_a_window_inside_a_chain_is_told_too():
     np.testing.assert_allclose(trained(total, tx=inside(reduction="sum")), W - jax.grad(total)(W, BATCH), rtol=1e-5)
     with pytest.raises(ValueError, match="each row takes a mean over rows"):
         trained(normalised, tx=inside())
+    with pytest.raises(ValueError, match="A Ratio is divided by the counts"):
+        trained(lambda w, batch: optax_accum.Ratio(total(w, batch), 12.0), tx=inside(reduction="sum"))
 
 
 def squared(batch):
