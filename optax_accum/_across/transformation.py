@@ -164,8 +164,8 @@ def accumulate_gradients(
         (with a `grad_weight`, that decides). Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`. If `grad_weight`
-        is a function, what it returns for 0 divides; but not where a
-        policy leaves micro-batches out, for it might have left out all.
+        is a function, what it returns for 0 divides; not with `"omit"`,
+        which might have left out all.
       * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
         dtype), or to infinity: the same. To NaN: the update is NaN.
       * `flush` with weight 0 on an empty window: nothing; `discarded` and

@@ -169,7 +169,7 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
     weight = space.total(window.weight)
     divides = rules.divisor.divides(window.amount.divides(weight))
     if window.amount.kept and rules.policy.leaves_out:  # perhaps all that there was
-        divides &= weight != 0
+        divides &= window.state.mini_step > 0 if rules.policy.waits else weight != 0
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
     if (asked := was_asked(batch.flush)) is not False:

@@ -177,7 +177,7 @@ class Answer(NamedTuple):
         names = [text for _, text, _ in self.subject.inputs]
         of = tuple(names[place] for place in sorted(denominator.inputs))
         guard, place = denominator.guard, denominator.makes.place
-        text, by = f"the sum over rows at {place}", guard.name if guard else ""
+        text, by = f"the sum over rows at {place}", guard.name if guard and denominator.keeps else ""
         lost = tuple(dict.fromkeys(equation.place for equation in denominator.lost))
         return Weight(text, term, place, of, guard and guard.place, sums, by, lost)
 

@@ -57,7 +57,8 @@ class Weight:
       of: the arrays of the batch that it is computed from.
       guard: the line that keeps it from zero, if there is one.
       sums: the lines of the sums over rows that it divides.
-      guarded_by: the operation at `guard`; "" if there is none.
+      guarded_by: the operation at `guard`, if it divides the window, too;
+        else "", as beside another term.
       lost: the lines of the sums that may be other than 0 where the weight
         is 0; such a micro-batch is left out.
     """
@@ -167,11 +168,12 @@ class Explanation:
                 divided = weight.term or " and ".join(map(str, weight.sums))
                 yield from _filled(f"{divided}: {weight}", "  ")
             yield from _filled(f"Within a call value_and_grad takes them all. {BY_ITSELF}")
-        kept = [weight for weight in self.weights if weight.guard and not weight.lost]
-        for by, guard in dict.fromkeys((weight.guarded_by, weight.guard) for weight in kept):
+        for by, guard in dict.fromkeys(
+            (weight.guarded_by, weight.guard) for weight in self.weights if weight.guarded_by
+        ):
             yield from _filled(
-                f"{by}, {guard}, keeps the sum from zero. A step by hand takes it as grad_weight=: else, where the "
-                "sum is 0, the loss would be left out."
+                f"{by}, {guard}, keeps the sum from zero. A step by hand takes the function that does it as "
+                "grad_weight=: else, where the sum is small, the loss would count too little."
             )
 
         yield from (line for weight in self.weights if weight.lost for line in _filled(f"{lost_where(weight)} {LOST}"))

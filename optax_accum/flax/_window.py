@@ -49,11 +49,6 @@ class MicroStep(NamedTuple):
         begins = (before.mini_step == 0) & (after.batches != before.batches)  # false if an empty window is flushed
         return cls(begins, after.skipped == before.skipped, after.emitted, mapped.totals(before.weight, before.weight))
 
-    def adds(self, weight: jax.Array, kept: Callable[..., Any]) -> jax.Array:
-        """What a micro-batch of this weight adds to `kept(sum(weight))`, by which a loss is divided."""
-        before = jnp.asarray(self.weight)
-        return jnp.where(self.first, kept(weight), kept(before + weight) - kept(before))
-
     def stepped(self, new: Tree, old: Tree) -> Tree:
         """`new` if this micro-step made an update, else `old`."""
         return jax.tree.map(lambda new, old: jnp.where(self.emitted, new, old), new, old)
@@ -133,7 +128,8 @@ def add_metrics(
         )
     weights = dict.fromkeys(totals, part.weight)
     if metrics is part and callable(grad_weight):
-        weights["loss"] = micro_step.adds(part.weight, grad_weight)
+        before = jnp.where(micro_step.first, 0, totals["loss"].weight)
+        weights["loss"] = grad_weight(micro_step.weight + part.weight) - before
     return {name: add(totals[name], WeightedSum(part.total[name], weights[name]), micro_step) for name in totals}
 
 

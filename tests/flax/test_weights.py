@@ -152,6 +152,13 @@ def test_a_call_that_counts_nothing_adds_its_loss(trained, loss):
     assert_whole(found, uncounted if loss is of_few else loss)
 
 
+@one_of
+def test_a_call_that_is_left_out_first_leaves_the_loss_of_the_others(trained):
+    place = lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.shape == (1, *X.shape[1:]) else jnp.asarray(leaf)
+    _, loss = trained(uncounted, window(nonfinite="omit"), (1, 7, 4), place)
+    np.testing.assert_allclose(loss, uncounted(W, (X[1:], Y[1:], MASK[1:])), rtol=1e-5)
+
+
 def without_flax(loss, tx, sizes, place, num_microbatches):
     """The same by `value_and_apply_gradients`, whose micro-batch is a device's rows."""
     step, w = jax.jit(optax_accum.value_and_apply_gradients(loss, tx)), jnp.array(W)
