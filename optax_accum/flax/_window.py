@@ -129,7 +129,7 @@ def add_metrics(
     weights = dict.fromkeys(totals, part.weight)
     if metrics is part and callable(grad_weight):
         before = jnp.where(micro_step.first, 0, totals["loss"].weight)
-        weights["loss"] = grad_weight(micro_step.weight + part.weight) - before
+        weights["loss"] = jnp.asarray(grad_weight(micro_step.weight + part.weight)) - before
     return {name: add(totals[name], WeightedSum(part.total[name], weights[name]), micro_step) for name in totals}
 
 
