@@ -165,12 +165,11 @@ def train(inner, takes, batches):
     return whole, whole_state, cut, state, updates
 
 
-# One of each kind: of moments, of matrices, of another call of the loss, of a key, of a state that counts or of none; and
+# One of each kind: of moments, of matrices, of a loss that is given, of a key, of a state that counts or of none; and
 # wrapped in each way.
 EACH = [
-    *("optax.sgd", "optax.adamw", "optax.adafactor", "optax.lbfgs", "optax.noisy_sgd", "optax.polyak_sgd"),
-    *("optax.contrib.muon", "optax.contrib.sam", "optax.contrib.schedule_free_adamw", "optax.contrib.sophia"),
-    *("optax.contrib.reduce_on_plateau", "optax.contrib.dog", "optax.contrib.prodigy"),
+    *("optax.sgd", "optax.noisy_sgd", "optax.polyak_sgd", "optax.contrib.reduce_on_plateau", "optax.contrib.prodigy"),
+    *("optax.contrib.muon", "optax.contrib.sam", "optax.contrib.schedule_free_adamw", "optax.contrib.dog"),
     *("optax.chain", "optax.masked", "optax.partition", "optax.inject_hyperparams", "optax.apply_if_finite"),
 ]
 
@@ -199,7 +198,7 @@ def unkeyed(tree):
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("wrapped", [*sweep([True]), False])
 def test_an_optimizer_that_takes_no_keyword_is_given_none_of_ours(wrapped):
     """Sharpness-aware minimisation, which takes the gradient at every second call to climb."""
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)

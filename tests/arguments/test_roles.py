@@ -10,7 +10,7 @@ import pytest
 
 import optax_accum
 from tests.pairs import every_pair
-from tests.tiers import one_of_each
+from tests.tiers import one_of_each, sweep
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 Y = jnp.arange(12.0)
@@ -38,7 +38,7 @@ def micro_step(fun, w, *args, **options):
 FACTORIES = pytest.mark.parametrize("run", [cut, micro_step])
 
 
-@FACTORIES
+@pytest.mark.parametrize("run", [cut, *sweep([micro_step])])
 def test_another_argument_with_as_many_rows_is_refused(run):
     with pytest.raises(ValueError, match=r"argument 2 has shape \(12,\).*batch_argnums.*pass whole_argnums=2"):
         run(squares, W, X, Y)
@@ -160,7 +160,8 @@ ROLES = {  # by position, by name, and both
 # So many arguments after the parameters are given by position. What binds them is the same for all functions, so that one
 # function is called in every way, and the others in each.
 CALLS = every_pair(ROLES, range(6), [False, True])
-IN_EACH_WAY = pytest.mark.parametrize(("named", "by_position", "jit"), one_of_each(CALLS))
+EACH = one_of_each(CALLS)
+IN_EACH_WAY = pytest.mark.parametrize(("named", "by_position", "jit"), sweep(EACH, but=EACH[2:]))
 
 
 def split(arguments, count):
@@ -266,7 +267,9 @@ KINDS = {  # fun, how its batch is named, how it is called
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", sweep(KINDS, but=KINDS.keys() - {"keyword-only", "partial of a keyword", "jit", "checkpoint"})
+)
 def test_functions_of_every_kind(kind):
     fun, batch, args, kwargs = KINDS[kind]
     want = jax.grad(fun)(W, *args, **kwargs)
@@ -476,7 +479,9 @@ def in_groups(w, x):
     return jnp.mean((scores - scores.mean(1, keepdims=True)) ** 2 * jnp.array([[1.0, 3.0]]))
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 4}, {"num_microbatches": 6}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*sweep([{"num_microbatches": 4}, {"microbatch_size": 4}]), {"num_microbatches": 6}], ids=str
+)
 def test_groups_stay_together(options):
     whole = jax.jit(jax.grad(in_groups))(W, X)
     found = jax.jit(optax_accum.value_and_grad(in_groups, **options))(W, X)[1]
@@ -554,7 +559,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("jit", [*sweep([jax.jit]), lambda fun: fun], ids=["jit", "eager"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_key_that_no_argument_holds_is_refused(method, jit):
     """Every micro-batch drew the same mask, without a word."""

@@ -264,7 +264,7 @@ def test_where_micro_batches_count_each_by_itself_devices_have_streams_of_their_
     assert int(model.drop.rngs.count[...]) == 2
 
 
-@pytest.mark.parametrize("to", [None, "partial"])
+@pytest.mark.parametrize("to", [*sweep([None]), "partial"])
 def test_batch_norm_inside_a_shard_map_of_the_user(to):
     """Whether gradients are reduced or not, all devices keep the statistics of all rows."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -9,6 +9,7 @@ import pytest
 import optax_accum
 from optax_accum import Ratio
 from tests import programs
+from tests.tiers import sweep
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(10, 3)), jnp.float32)
 W = jnp.asarray([1.0, -0.5, 2.0])
@@ -249,7 +250,7 @@ def noting(params, x):
     return jnp.mean((noted(x, **params["stats"]) @ params["w"]) ** 2)
 
 
-@pytest.mark.parametrize("form", ["mean", "Ratio"])
+@pytest.mark.parametrize("form", [*sweep(["mean"]), "Ratio"])
 def test_leaves_that_are_no_gradients_are_those_of_the_whole_batch(form):
     """A Ratio divides only gradients."""
     loss = noting if form == "mean" else lambda p, x: Ratio(noting(p, x) * len(x), len(x))

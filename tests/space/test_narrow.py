@@ -145,7 +145,7 @@ def test_a_wire_wider_than_the_sums_of_a_window_is_refused_when_they_are_made():
 
 
 @pytest.mark.parametrize(
-    "to", [*sweep([None]), {"w": P("data"), "b": P()}, P()], ids=["everywhere", "scattered", "whole"]
+    "to", [*sweep([None, {"w": P("data"), "b": P()}]), P()], ids=["everywhere", "scattered", "whole"]
 )
 def test_it_is_differentiated_again(to):
     """As the sum in float32 is: what crosses the network are integers, which have no derivative."""

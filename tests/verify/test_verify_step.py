@@ -1082,7 +1082,7 @@ def signs_of_vectors(every):
     return step, {"params": w, "acc": 0 * w, "n": 0}
 
 
-@pytest.mark.parametrize("seed", [5, 8, 12])
+@pytest.mark.parametrize("seed", [*sweep([5]), 8, 12])
 def test_a_gradient_of_rounding_in_a_vector_is_no_key(seed):
     """Nothing is drawn, and two runs are equal; it was called a shared key, or another difference."""
     x = np.random.default_rng(seed).normal(size=(N, 7, 6)).astype(np.float32)
@@ -1131,7 +1131,7 @@ def test_equal_micro_batches_that_count_unequally_are_no_mean_of_means(order):
 
 
 @pytest.mark.parametrize(
-    "put", [lambda tree: tree, lambda tree: jax.device_put(tree, jax.devices()[1])], ids=["", "put"]
+    "put", [lambda tree: tree, *sweep([lambda tree: jax.device_put(tree, jax.devices()[1])])], ids=["", "put"]
 )
 def test_a_step_gets_arrays_that_lie_as_its_own_do(put):
     """So that `jax.jit` compiles it once for each size: for arrays that are put on a device it would once more."""

@@ -100,7 +100,7 @@ of_whole = jax.jit(jax.value_and_grad(mean))
 ON_MESHES = [(mesh, size) for mesh in MESHES for size in SIZES]
 
 
-@pytest.mark.parametrize(("mesh", "size"), sweep(ON_MESHES, but=one_of_each(ON_MESHES)[:2]), ids=str)
+@pytest.mark.parametrize(("mesh", "size"), sweep(ON_MESHES, but=[("Explicit", SIZES[1])]), ids=str)
 def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
     run, args = compiled(mean, mesh, overlap=True, **size)
     want = of_whole(PARAMS, BATCH)
@@ -130,9 +130,7 @@ def test_inside_a_shard_map_without_types(loss):
 TO_SHARDS = [(mesh, shards) for mesh in MESHES if mesh != "Auto beside Explicit" for shards in SHARDS]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shards"), sweep(TO_SHARDS, but=[("Explicit beside Auto", "layers"), ("Auto", "rows")])
-)
+@pytest.mark.parametrize(("mesh", "shards"), sweep(TO_SHARDS, but=[("Explicit beside Auto", "layers")]))
 def test_each_device_keeps_its_shard(mesh, shards):
     """ZeRO-1: four layers, so that each device may keep one."""
     params = {**PARAMS, "layers": jnp.concatenate([PARAMS["layers"], PARAMS["layers"][:1]])}

@@ -115,7 +115,7 @@ def test_dtypes(dtype):
     np.testing.assert_allclose(grads.astype(wide), whole.astype(wide), rtol=float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("run", [lambda grad: grad, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("run", [*sweep([lambda grad: grad]), jax.jit], ids=["eager", "jit"])
 def test_a_nan_in_one_micro_batch_shows(run):
     x = BATCH[0].at[5].set(jnp.nan)
     value, grads = run(optax_accum.value_and_grad(problems.loss, num_microbatches=4))(START, (x, BATCH[1]))
