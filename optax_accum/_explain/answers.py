@@ -200,7 +200,8 @@ class Answer(NamedTuple):
     @property
     def kept(self) -> Callable[[jax.Array], jax.Array] | None:
         """What the loss divides by in place of its weight, as a function of that: `maximum(weight, 1)`, say."""
-        return self.denominators[0].kept if self.denominators[0].keeps else None
+        one = self.denominators[0]
+        return one.kept if one.keeps or one.power != 1 else None
 
 
 def answer_of(

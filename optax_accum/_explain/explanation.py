@@ -172,8 +172,8 @@ class Explanation:
             (weight.guarded_by, weight.guard) for weight in self.weights if weight.guarded_by
         ):
             yield from _filled(
-                f"{by}, {guard}, keeps the sum from zero. A step by hand takes the function that does it as "
-                "grad_weight=: else, where the sum is small, the loss would count too little."
+                f"A function of the sum divides the loss: {by}, {guard}. A step by hand takes it as grad_weight=: else "
+                "micro-batches in which the sum is small would count too little."
             )
 
         yield from (line for weight in self.weights if weight.lost for line in _filled(f"{lost_where(weight)} {LOST}"))

@@ -10,8 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._core.equations import programs_of
 from optax_accum._rows import constants, reordering
 from optax_accum._rows.forms import (
+    NONE,
     ROWS,
     ZERO,
     Extreme,
@@ -58,6 +60,8 @@ class FormAnalysis:
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
         self.unscaled: dict[Value, Value] = {}  # a count that is kept from zero, before a number multiplies it
+        self.function_of: dict[Value, Value] = {}  # from a number that one count alone decides to that count
+        self.of_functions: set[Value] = set()  # what takes such a number: no count, whatever its form
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
@@ -157,8 +161,9 @@ class FormAnalysis:
         """Notes if an equation repeats an earlier one, or only casts its operand."""
         first = self.first(equation)
         if first is not equation:
-            pairs = zip(equation.outs, first.outs, strict=True)
+            pairs = list(zip(equation.outs, first.outs, strict=True))
             self.repeats.update((value, self.original(other)) for value, other in pairs)
+            self.guard_of.update((value, self.guard_of[other]) for value, other in pairs if other in self.guard_of)
         elif equation.name in CASTS and len(equation.ins) == 1 and _keeps_numbers(equation):
             self.repeats[equation.outs[0]] = self.original(equation.ins[0])
             if guard := self.guard_of.get(equation.ins[0]):
@@ -176,7 +181,7 @@ class FormAnalysis:
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
             return str(value.aval), str(value.number), str(value.double)
-        return self.original(value)
+        return self.original(value), self.guard_of.get(value)
 
     def _read_form(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
@@ -206,7 +211,35 @@ class FormAnalysis:
             return self._failed(equation, f"{equation.name} depends on the place of a row in its batch")
         rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
+        if (count := self._function_of(equation, form)) is not None:
+            self.function_of[equation.outs[0]] = count
+            (made,) = self.form(count).sums
+            return Form((Term(is_sum=True, sources=made.sources),))
         return self._plain(equation, forms) if form is None else form
+
+    def _function_of(self, equation: Equation, form: Form | None) -> Value | None:
+        """The count, if it alone decides the only number that an equation makes, and the form says less, or too much.
+
+        It says too much of twice the root of a count: that its terms add up.
+        """
+        taken = [value for value in equation.ins if not self.is_fixed(value)]
+        follows = not self.of_functions.isdisjoint(taken)
+        if follows:
+            self.of_functions.update(equation.outs)
+        (result, *more), (count, *others) = equation.outs, {*map(self._count_under, taken)} or [None]
+        if more or others or count is None or result.aval.size != 1 or programs_of(equation.single):
+            return None
+        says = form is not None and len(form.terms) == 1 and not form.reasons and not (follows and form.sums)
+        if says or result in self.guard_of:
+            return None
+        self.of_functions.add(result)
+        return count
+
+    def _count_under(self, value: Value) -> Value | None:
+        """The count that alone decides a number, the count itself perhaps."""
+        value, terms = self.original(value), self.form(value).terms
+        is_count = self.scalar(value) is not None and terms[0].powers == NONE
+        return self.function_of.get(value, value if is_count else None)
 
     def _is_extreme(self, equation: Equation) -> bool:
         """Whether an equation is the largest, or the smallest, number of all rows."""
@@ -267,6 +300,8 @@ class FormAnalysis:
         if value in self.of_params or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
         value, (term,) = self.original(value), form.terms
+        if value in self.of_functions and value not in self.function_of:
+            return None
         if value in self.unscaled:
             return self.scalar(self.unscaled[value])
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))

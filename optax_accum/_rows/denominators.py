@@ -25,6 +25,8 @@ class Denominator(NamedTuple):
       makes: the reduction that makes it, if it is a sum.
       guard: the operation that keeps it from zero, if one does.
       keeps: the operations that compute the guarded sum from the sum alone; empty if they are not known.
+      power: the power of it that divides.
+      bends: whether `keeps` and `power` are more than a guard, as a root is: the sum alone is not in its place.
       hides: the operation that takes a number in place of a quotient by zero, if one does.
       lost: the sums that a micro-batch of which it is zero leaves out, though nothing shows that they are zero, too.
       inputs: the indices of the program's inputs on which it depends.
@@ -35,6 +37,8 @@ class Denominator(NamedTuple):
     makes: Equation | None = None
     guard: Equation | None = None
     keeps: tuple[Equation, ...] = ()
+    power: int = 1
+    bends: bool = False
     hides: Equation | None = None
     lost: tuple[Equation, ...] = ()
     inputs: frozenset[int] = frozenset()
@@ -54,7 +58,7 @@ class Denominator(NamedTuple):
             results = _evaluated(self.keeps, unguarded, evaluation.bind_elsewhere)
             return jnp.reshape(results[self.keeps[-1].outs[0]], ()).astype(count.dtype)
 
-        return one(count) if self.keeps else count
+        return (one(count) if self.keeps else count) ** self.power
 
 
 class Found(NamedTuple):
@@ -88,9 +92,17 @@ def denominators_of(
             reasons.append(Reason(f"a sum over rows that nothing divides, beside {beside}", place, True))
         if any(other.powers for other in apart):
             reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place, True))
+    if not form.sums and any(term.powers for term in apart):
+        made = levels.program.made_by[levels.program.outputs[output]]
+        reasons.append(Reason("a term without rows that a count divides, or multiplies", made.place, True))
     if reasons:
         return Found((), _one_a_line(reasons))
-    if apart or len({one.keeps for one in denominators}) > 1:  # no single factor corrects the loss
+    if apart or len({(one.keeps, one.power) for one in denominators}) > 1:  # no single factor corrects the loss
+        for one in (one for one in denominators if one.bends):
+            name = one.guard.name if one.guard else "a power"
+            is_certain = one.power > 1 or not {each.name for each in one.keeps} <= _BOUNDS
+            text = f"{name} of a sum over rows divides one term, and not the others"
+            return Found((), (Reason(text, one.sums[0].place, is_certain),))
         denominators = [one._replace(keeps=()) for one in denominators]
     return Found(tuple(one._replace(lost=_lost(analysis, one)) for one in denominators))
 
@@ -128,14 +140,15 @@ def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Ter
     for extreme in extremes_of(powers):
         return Reason(f"each row takes {extreme}", extreme.by.place, True)
     [(by, exponent), *more] = powers
-    if more or exponent != -1:
-        text = "a sum over rows that several counts divide, or multiply"
+    text = "a sum over rows that several counts divide, or multiply"
+    if more or exponent >= 0:
         cancels = sum(exponent for _, exponent in powers) == -1  # if two are the same, one is left, and whoever
         return Reason(text, sums[0].place, True, unless_weighed=cancels)  # passes a weight says that they are
     if isinstance(by, str):
-        return Denominator(by, sums)
+        return Denominator(by, sums) if exponent == -1 else Reason(text, sums[0].place, True)
     assert isinstance(by, Sum)  # there is no extreme among them
-    makes, inputs = analysis.form(by.value).sums[0].sources[0], analysis.inputs.get(by.value, frozenset())
+    count, inputs = analysis.function_of.get(by.value, by.value), analysis.inputs.get(by.value, frozenset())
+    makes = analysis.form(count).sums[0].sources[0]
     for place in inputs:
         if others[place] is not None:
             text = f"divided by what the argument {others[place]} decides, too"
@@ -143,20 +156,29 @@ def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Ter
     guards = sorted((guard for guard in term.guards if guard is not None), key=lambda guard: guard.place)
     hides = [guard for guard in guards if guard.outs[0] not in analysis.guard_of]
     of_count = [guard for guard in guards if guard not in hides]
-    keeps = _keeps(analysis, by, term.guards.difference(hides))
-    return Denominator(by, sums, makes, next(iter(of_count), None), keeps, next(iter(hides), None), inputs=inputs)
+    keeps, bends = _keeps(analysis, by, count, term.guards.difference(hides)), count is not by.value or exponent != -1
+    if (bends and by.powers) or (count is not by.value and not keeps):
+        return Reason(f"{analysis.levels.program.made_by[by.value].name} of a sum over rows", makes.place)
+    guard, by = keeps[-1] if keeps else next(iter(of_count), None), Sum(count, NONE) if bends else by
+    return Denominator(by, sums, makes, guard, keeps, -exponent, bends, next(iter(hides), None), inputs=inputs)
 
 
-def _keeps(analysis: FormAnalysis, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
-    """The operations from a sum to its guard; empty unless there is one guard, of the sum alone."""
-    guard, *more = guards or [None]
-    if guard is None or more or by.powers or analysis.repeats.get(guard.outs[0]) != by.value:
-        return ()
+_BOUNDS = {"clamp", "convert_element_type", "div", "max", "min", "mul", "neg", "select_n"}  # sums may never reach them
+
+
+def _keeps(analysis: FormAnalysis, by: Sum, count: Value, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
+    """The operations from a count to what divides; empty unless that is a function of it, or has one guard."""
     made_by = analysis.levels.program.made_by
-    needed, todo = {guard}, [guard]
+    guard, *more = guards or [None]
+    if more or by.powers or (guard and analysis.repeats.get(guard.outs[0]) != by.value):
+        return ()
+    last = guard or (made_by[by.value] if count is not by.value else None)
+    if last is None:
+        return ()
+    needed, todo = {last}, [last]
     while todo:
         for value in todo.pop().ins:
-            is_count = analysis.original(value) == by.value and value not in analysis.guard_of
+            is_count = analysis.original(value) == count and value not in analysis.guard_of
             if isinstance(value, Constant | Number) or is_count:
                 continue
             if value not in made_by:

@@ -120,6 +120,44 @@ def test_fractional_masks_count_as_in_the_whole_batch_however_little_a_micro_bat
     np.testing.assert_allclose(now, W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
+FUNCTIONS = {  # of the count, 7, and of those of micro-batches
+    "maximum": lambda count: jnp.maximum(count, 5),
+    "root": jnp.sqrt,
+    "power": lambda count: jnp.maximum(count, 1) ** 2,
+    "pow": lambda count: count**1.5,
+    "of integers": lambda count: jnp.maximum(count.astype(int), 2),
+    "added": lambda count: count + (count == 0),
+    "several": lambda count: 2 * jnp.sqrt(count) + jnp.minimum(count, 3) / 3,
+    "product": lambda count: count * jnp.maximum(count, 2),
+}
+
+
+@pytest.mark.parametrize("function", sweep(FUNCTIONS, but=["maximum", "several", "power"]))
+def test_any_function_of_a_count_may_divide(function):
+    loss = lambda w, batch: jnp.sum(batch["mask"] * errors(w, batch)) / FUNCTIONS[function](jnp.sum(batch["mask"]))
+    np.testing.assert_allclose(trained(loss, (2, 5, 5)), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+
+
+def root_of_each(w, batch):
+    """Of a count, and of what keeps it from zero: these are two functions."""
+    count, error = jnp.sum(batch["mask"]) / 100, errors(w, batch)
+    return jnp.sum(error) / jnp.sqrt(jnp.maximum(count, 1)) + jnp.sum(error**2) / jnp.sqrt(count)
+
+
+BESIDE = {
+    "a term": lambda w, batch: total(w, batch) / jnp.sqrt(jnp.sum(batch["mask"])) + jnp.sum(w**2),
+    "a term of another": root_of_each,
+    "a count that multiplies no rows": lambda w, batch: jnp.sum(batch["mask"]) * jnp.sum(w**2),
+    "a count that divides no rows": lambda w, batch: jnp.sum(w**2) / jnp.sum(batch["mask"]),
+}
+
+
+@pytest.mark.parametrize("loss", BESIDE)
+def test_no_function_of_a_count_stands_beside_another_term(loss):
+    with pytest.raises(ValueError, match="No weight makes|divided by no count"):
+        trained(BESIDE[loss])
+
+
 def over_positives(w, batch):
     """All rows have a loss, as in detection; the first and the last micro-batch count none of them."""
     return jnp.sum(errors(w, batch)) / jnp.maximum(_positives(batch), 1)
@@ -450,7 +488,7 @@ def guarded(denominator):
         (guarded(lambda count: jnp.where(count > 0, count, 1.0)), True),
         (guarded(lambda count: jnp.where(count == 0, 1.0, count)), True),
         (guarded(lambda count: jnp.where(count < 1, 1.0, count)), True),
-        (guarded(lambda count: jnp.where(count > 1, 1.0, count)), False),  # a minimum
+        (guarded(lambda count: jnp.where(count > 1, 1.0, count)), True),  # a minimum is a function of the count, too
         (lambda w, batch: jnp.where(batch["mask"].sum() > 0, masked(w, batch), 0.0), True),
         (lambda w, batch: jnp.where(batch["mask"].sum() > 1, masked(w, batch), 0.0), False),  # leaves out one token
     ],

@@ -151,11 +151,6 @@ def one_row_less(params, batch):
     return nll(params, batch).sum() / (len(batch["x"]) - 1)  # here
 
 
-def floor(params, batch):
-    total = (nll(params, batch) * batch["mask"]).sum()
-    return total / jnp.maximum(batch["mask"].sum(), 100)  # here
-
-
 def by_class(params, batch):
     classes = jax.nn.one_hot(batch["label"], 5)
     counts = classes.sum(0)  # here

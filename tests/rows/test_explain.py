@@ -129,7 +129,7 @@ def mixed_on_a_line_of_its_own(params, batch):
 
 
 BESIDE_THE_TABLE = {
-    guarded_on_a_line_of_its_own: "max, {}, keeps the sum from zero",
+    guarded_on_a_line_of_its_own: "A function of the sum divides the loss: max, {}.",
     numbered_on_a_line_of_its_own: "iota depends on the place of a row in its batch, {}",
     mixed_on_a_line_of_its_own: "add where each row meets other rows, {}",
 }
@@ -193,7 +193,6 @@ REFUSED = {  # a loss, and why it has no weight
     losses.contrastive: "dot_general of all rows at once",
     losses.model_counts: "the model decides: return a Ratio",
     losses.one_row_less: "the number 15 depends on the number of rows",
-    losses.floor: "max of a sum over rows",
     losses.by_class: "each entry is divided by a sum over rows of its own",
     losses.divided_twice: "several counts divide",
     losses.sum_with_decay: "nothing divides, beside a term that takes no rows",
@@ -202,7 +201,7 @@ REFUSED = {  # a loss, and why it has no weight
     losses.clipped_rows: "a derivative of yours that is not linear",
     losses.clipped_params: "a derivative of yours that is not linear",
     losses.rows_with_a_term: "a derivative of yours that is not linear",
-    losses.other_test: "gt of a sum over rows",
+    losses.other_test: "select_n of a sum over rows",
 }
 
 
