@@ -277,7 +277,8 @@ class FormAnalysis:
             return Reason(f"{equation.name} of {by}", by.by.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
             (term,) = self.form(by.value).sums
-            return taken_by_rows(term, term.sources[0])
+            reason = taken_by_rows(term, term.sources[0])
+            return reason._replace(is_certain=reason.is_certain and by.value not in self.function_of)  # a test, say
         return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
 
     def _spread(self, value: Value, equation: Equation) -> Form:
