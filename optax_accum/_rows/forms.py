@@ -140,8 +140,9 @@ def name_of(term: Term) -> str:
 def failed(forms: Sequence[Form], *reasons: Reason) -> Form:
     """A result that does not add up: one reason of each kind for each line."""
     known = [reason for form in forms for reason in form.reasons]
-    kinds = {reason[1:] for reason in known}
-    return Form().because(*known, *(reason for reason in reasons if reason[1:] not in kinds))
+    kind = lambda reason: (reason.text.startswith(TAKES), *reason[1:])
+    kinds = set(map(kind, known))
+    return Form().because(*known, *(reason for reason in reasons if kind(reason) not in kinds))
 
 
 def taken_by_rows(term: Term, source: Equation) -> Reason:
