@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum._arguments import results, spelling
-from optax_accum._arguments.signature import signature_of
+from optax_accum._arguments import results
+from optax_accum._arguments.signature import misspelt, signature_of
 from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.state import OTHER_WINDOWS, AccumulationState, states_in
 from optax_accum._core.types import Tree
@@ -109,7 +109,7 @@ def _beginning(state: Tree) -> str:
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight`, say, which would pass for an argument of `inner` and be lost."""
     own = "weight", "grad_weight", "flush"
-    meant = spelling.misspelt(names - set(signature_of(inner.update).keywords), own)
+    meant = misspelt(names - set(signature_of(inner.update).keywords), own)
     for name in ignored_args(inner, meant, args, extra_args):
         raise TypeError(
             f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "

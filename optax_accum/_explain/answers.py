@@ -177,7 +177,7 @@ class Answer(NamedTuple):
         names = [text for _, text, _ in self.subject.inputs]
         of = tuple(names[place] for place in sorted(denominator.inputs))
         guard, place = denominator.guard, denominator.makes.place
-        text, by = f"the sum over rows at {place}", guard.name if guard and denominator.keeps else ""
+        text, by = f"the sum over rows at {place}", guard.name if guard and denominator.function else ""
         lost = tuple(dict.fromkeys(equation.place for equation in denominator.lost))
         return Weight(text, term, place, of, guard and guard.place, sums, by, lost)
 
@@ -200,8 +200,7 @@ class Answer(NamedTuple):
     @property
     def kept(self) -> Callable[[jax.Array], jax.Array] | None:
         """What the loss divides by in place of its weight, as a function of that: `maximum(weight, 1)`, say."""
-        one = self.denominators[0]
-        return one.kept if one.keeps or one.power != 1 else None
+        return self.denominators[0].function
 
 
 def answer_of(

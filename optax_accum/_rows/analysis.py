@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.equations import programs_of
+from optax_accum._core.equations import collective_axes
 from optax_accum._rows import constants, reordering
 from optax_accum._rows.forms import (
     NONE,
@@ -22,7 +22,6 @@ from optax_accum._rows.forms import (
     Reason,
     Sum,
     Term,
-    Test,
     added,
     extremes_of,
     failed,
@@ -33,6 +32,7 @@ from optax_accum._rows.forms import (
     summed,
     taken_by_rows,
 )
+from optax_accum._rows.functions import COUNTS, MEANS, Function
 from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.linear import nonlinear_rules
@@ -55,13 +55,10 @@ class FormAnalysis:
         self.numbers: dict[Value, Constant | Number] = {}  # values that constants of the program decide
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
-        self.repeats: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
+        self.repeats: dict[Value, Value] = {}  # the earlier value that a value repeats, or casts
         self.firsts: dict[Any, list[Equation]] = {}
-        self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
-        self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
-        self.unscaled: dict[Value, Value] = {}  # a count that is kept from zero, before a number multiplies it
-        self.function_of: dict[Value, Value] = {}  # from a number that one count alone decides to that count
-        self.of_functions: set[Value] = set()  # what takes such a number: no count, whatever its form
+        self.finite: dict[Value, Value] = {}  # from what asks if a number is NaN, or infinite, to the number
+        self.count_of: dict[Value, Value] = {}  # from numbers that one count alone decides to that count
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
@@ -98,11 +95,6 @@ class FormAnalysis:
     def is_fixed(self, value: Value) -> bool:
         """Whether neither an input nor the number of rows decides a value."""
         return value not in self.of_params and not self.inputs.get(value) and self.form(value).is_plain
-
-    def is_small(self, value: Value, limit: float) -> bool:
-        """Whether a value is a literal of at most this size, whatever the number of rows."""
-        number = self.literal(value)
-        return number is not None and abs(number) <= limit
 
     def literal(self, value: Value) -> float | None:
         """The number that a value is, whatever the number of rows; None if it is none."""
@@ -161,13 +153,10 @@ class FormAnalysis:
         """Notes if an equation repeats an earlier one, or only casts its operand."""
         first = self.first(equation)
         if first is not equation:
-            pairs = list(zip(equation.outs, first.outs, strict=True))
+            pairs = zip(equation.outs, first.outs, strict=True)
             self.repeats.update((value, self.original(other)) for value, other in pairs)
-            self.guard_of.update((value, self.guard_of[other]) for value, other in pairs if other in self.guard_of)
         elif equation.name in CASTS and len(equation.ins) == 1 and _keeps_numbers(equation):
             self.repeats[equation.outs[0]] = self.original(equation.ins[0])
-            if guard := self.guard_of.get(equation.ins[0]):
-                self.guard_of[equation.outs[0]] = guard
 
     def first(self, equation: Equation) -> Equation:
         """The first equation that does the same with the same operands."""
@@ -181,7 +170,7 @@ class FormAnalysis:
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
             return str(value.aval), str(value.number), str(value.double)
-        return self.original(value), self.guard_of.get(value)
+        return self.original(value)
 
     def _read_form(self, equation: Equation, kind: Kind) -> Form:
         if equation.differs:
@@ -211,35 +200,42 @@ class FormAnalysis:
             return self._failed(equation, f"{equation.name} depends on the place of a row in its batch")
         rule = self.rule_of(equation)
         form = rule(self, equation, forms) if rule else None
-        if (count := self._function_of(equation, form)) is not None:
-            self.function_of[equation.outs[0]] = count
-            (made,) = self.form(count).sums
-            return Form((Term(is_sum=True, sources=made.sources),))
-        return self._plain(equation, forms) if form is None else form
+        return self._read_number(equation, self._plain(equation, forms) if form is None else form)
 
-    def _function_of(self, equation: Equation, form: Form | None) -> Value | None:
-        """The count, if it alone decides the only number that an equation makes, and the form says less, or too much.
+    # Numbers that one count decides
 
-        It says too much of twice the root of a count: that its terms add up.
+    def _read_number(self, equation: Equation, form: Form) -> Form:
+        """The form of a number that one count alone decides, if the form so far says less of it, or too much.
+
+        It says too much of a count times its root: that parts of it add up.
         """
         taken = [value for value in equation.ins if not self.is_fixed(value)]
-        follows = not self.of_functions.isdisjoint(taken)
-        if follows:
-            self.of_functions.update(equation.outs)
-        (result, *more), (count, *others) = equation.outs, {*map(self._count_under, taken)} or [None]
-        if more or others or count is None or result.aval.size != 1 or programs_of(equation.single):
-            return None
-        says = form is not None and len(form.terms) == 1 and not form.reasons and not (follows and form.sums)
-        if says or result in self.guard_of:
-            return None
-        self.of_functions.add(result)
-        return count
+        count, *others = {self.count_under(value) for value in taken} or [None]
+        if count is None or others or collective_axes(equation.single):
+            return form
+        result, *more = equation.outs
+        self.count_of.update(dict.fromkeys(equation.outs, count))
+        (of_count,) = self.form(count).terms
+        says = len(form.terms) == 1 and not form.reasons
+        if says and form.sums:  # as twice a count; a count times its root is no sum
+            says = form.terms[0].powers == of_count.powers and all(self.form(value).sums for value in taken)
+        if says or more or result.aval.size != 1:
+            return form
+        if of_count.powers == NONE:
+            return Form((Term(frozenset([(Sum(self.original(result), NONE), 1)])),))
+        return self.form(count) if self.function([(result, 1)]).is_count else form
 
-    def _count_under(self, value: Value) -> Value | None:
-        """The count that alone decides a number, the count itself perhaps."""
-        value, terms = self.original(value), self.form(value).terms
-        is_count = self.scalar(value) is not None and terms[0].powers == NONE
-        return self.function_of.get(value, value if is_count else None)
+    def count_under(self, value: Value) -> Value | None:
+        """The count that alone decides a value, which may be the count itself."""
+        value = self.original(value)
+        return self.count_of.get(value, value if self.scalar(value) is not None else None)
+
+    def function(self, powers: Sequence[tuple[Value, int]]) -> Function:
+        """A product of powers of values that one count decides."""
+        count = self.count_under(powers[0][0])
+        assert count is not None
+        samples = COUNTS if self.form(count).terms[0].powers == NONE else MEANS
+        return Function(count, powers, samples, self.orders.made_by, self.repeats)
 
     def _is_extreme(self, equation: Equation) -> bool:
         """Whether an equation is the largest, or the smallest, number of all rows."""
@@ -276,9 +272,10 @@ class FormAnalysis:
         for by in (by for term in form.terms for by in extremes_of(term.powers)):
             return Reason(f"{equation.name} of {by}", by.by.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
-            (term,) = self.form(by.value).sums
-            reason = taken_by_rows(term, term.sources[0])
-            return reason._replace(is_certain=reason.is_certain and by.value not in self.function_of)  # a test, say
+            (term,) = self.form(self.count_of.get(by.value, by.value)).sums
+            if by.value in self.count_of:  # a test of a count, say
+                return Reason(f"{equation.name} of a {name_of(term)}", equation.place)
+            return taken_by_rows(term, term.sources[0])
         return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
 
     def _spread(self, value: Value, equation: Equation) -> Form:
@@ -288,24 +285,16 @@ class FormAnalysis:
             return form
         scalar = self.scalar(value)
         if scalar is not None:
-            return Form((Term(scalar, guards=self.guards_of(value)),), form.reasons)
+            return Form((Term(scalar),), form.reasons)
         return failed([form], *(taken_by_rows(term, source) for term in form.sums for source in term.sources))
-
-    def guards_of(self, value: Value) -> frozenset[Equation | None]:
-        """{the operation that keeps a factor or divisor from zero}, or {None} if nothing does."""
-        return frozenset([self.guard_of.get(value)])
 
     def scalar(self, value: Value) -> Powers | None:
         """A value as powers; None unless it is one number, and a sum over rows that the batch alone decides."""
         form = self.form(value)
         if value in self.of_params or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
-        value, (term,) = self.original(value), form.terms
-        if value in self.of_functions and value not in self.function_of:
-            return None
-        if value in self.unscaled:
-            return self.scalar(self.unscaled[value])
-        return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
+        (term,) = form.terms
+        return product(term.powers, frozenset([(Sum(self.original(value), term.powers), 1)]))
 
     def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:
         if equation.name == "reduce_sum":
@@ -324,8 +313,8 @@ CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy
 
 
 def _keeps_numbers(equation: Equation) -> bool:
-    """Whether a result has one number, or an equation is a cast that changes none: a mask of bools has one sum."""
-    (before,), (after,) = equation.ins, equation.outs
-    if after.axis is None or equation.name != "convert_element_type":
-        return after.axis is None
-    return jnp.promote_types(before.aval.dtype, after.aval.dtype) == after.aval.dtype
+    """Whether a cast makes no integers of fractions, nor changes numbers of rows: a mask of bools has one sum."""
+    before, after = equation.ins[0].aval.dtype, equation.outs[0].aval.dtype
+    if equation.outs[0].axis is None:
+        return jnp.issubdtype(after, jnp.inexact) or not jnp.issubdtype(before, jnp.inexact)
+    return equation.name == "convert_element_type" and jnp.promote_types(before, after) == after

@@ -1,6 +1,6 @@
 """How much a micro-batch counts across calls, read off a loss: by sum(mask), if it is sum(mask * error) / sum(mask)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from optax_accum._core import evaluation
 from optax_accum._rows import vanishing
 from optax_accum._rows.analysis import FormAnalysis
-from optax_accum._rows.forms import NONE, TAKES, Extreme, Reason, Sum, Term, extremes_of
+from optax_accum._rows.forms import NONE, ROWS, TAKES, Extreme, Reason, Sum, Term, extremes_of
+from optax_accum._rows.functions import Function
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import rule_of
 from optax_accum._rows.places import Place
-from optax_accum._rows.program import Constant, Equation, Number, Program, Value, needed
+from optax_accum._rows.program import Constant, Equation, Number, Program, needed
 
 
 class Denominator(NamedTuple):
@@ -23,10 +24,8 @@ class Denominator(NamedTuple):
       by: a sum over rows, `ROWS`, or None if nothing divides.
       sums: the sums that it divides.
       makes: the reduction that makes it, if it is a sum.
-      guard: the operation that keeps it from zero, if one does.
-      keeps: the operations that compute the guarded sum from the sum alone; empty if they are not known.
-      power: the power of it that divides.
-      bends: whether `keeps` and `power` are more than a guard, as a root is: the sum alone is not in its place.
+      guard: the operation that keeps it from zero, or makes another number of it, if one does.
+      function: what divides as a function of the sum; None for the sum itself, or where only a guard is between them.
       hides: the operation that takes a number in place of a quotient by zero, if one does.
       lost: the sums that a micro-batch of which it is zero leaves out, though nothing shows that they are zero, too.
       inputs: the indices of the program's inputs on which it depends.
@@ -36,9 +35,7 @@ class Denominator(NamedTuple):
     sums: tuple[Equation, ...]
     makes: Equation | None = None
     guard: Equation | None = None
-    keeps: tuple[Equation, ...] = ()
-    power: int = 1
-    bends: bool = False
+    function: Function | None = None
     hides: Equation | None = None
     lost: tuple[Equation, ...] = ()
     inputs: frozenset[int] = frozenset()
@@ -48,17 +45,6 @@ class Denominator(NamedTuple):
         if self.by is None:
             return 1
         return program.rows[0] if not isinstance(self.by, Sum) else _value_of(self.by, program, values)
-
-    def kept(self, count: jax.Array) -> jax.Array:
-        """The denominator as the loss has it: the count, or each of several, kept from zero."""
-
-        @jnp.vectorize
-        def one(count: jax.Array) -> jax.Array:
-            unguarded = lambda value: jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
-            results = _evaluated(self.keeps, unguarded, evaluation.bind_elsewhere)
-            return jnp.reshape(results[self.keeps[-1].outs[0]], ()).astype(count.dtype)
-
-        return (one(count) if self.keeps else count) ** self.power
 
 
 class Found(NamedTuple):
@@ -97,19 +83,29 @@ def denominators_of(
         reasons.append(Reason("a term without rows that a count divides, or multiplies", made.place, True))
     if reasons:
         return Found((), _one_a_line(reasons))
-    if apart or len({(one.keeps, one.power) for one in denominators}) > 1:  # no single factor corrects the loss
-        for one in (one for one in denominators if one.bends):
-            name = one.guard.name if one.guard else "a power"
-            is_certain = one.power > 1 or not {each.name for each in one.keeps} <= _BOUNDS
-            text = f"{name} of a sum over rows divides one term, and not the others"
-            return Found((), (Reason(text, one.sums[0].place, is_certain),))
-        denominators = [one._replace(keeps=()) for one in denominators]
+    if apart or len({one.function and frozenset(one.function.powers) for one in denominators}) > 1:
+        for one in denominators:  # no single factor corrects the loss
+            if one.function and not one.function.is_count:
+                name = one.guard.name if one.guard else "a power"
+                text = f"{name} of a sum over rows divides one term, and not the others"
+                return Found((), (Reason(text, one.sums[0].place, not one.function.may_be_count),))
+        denominators = _merged(one._replace(function=None) for one in denominators)
     return Found(tuple(one._replace(lost=_lost(analysis, one)) for one in denominators))
+
+
+def _merged(denominators: Iterable[Denominator]) -> list[Denominator]:
+    """One for each count, whatever keeps it from zero."""
+    found: dict[Any, Denominator] = {}
+    for one in denominators:
+        first = found.setdefault(one.by, one)
+        sums, guard, hides = dict.fromkeys([*first.sums, *one.sums]), first.guard or one.guard, first.hides or one.hides
+        found[one.by] = first._replace(sums=tuple(sums), guard=guard, hides=hides)
+    return list(found.values())
 
 
 def _lost(analysis: FormAnalysis, one: Denominator) -> tuple[Equation, ...]:
     """The sums that are lost where a denominator is zero. A loss without a guard says that it is never zero."""
-    may_be_zero = one.hides or (one.guard and not one.keeps)
+    may_be_zero = one.hides or (one.guard and not one.function)
     return vanishing.not_shown(analysis, one.sums, one.by.value) if may_be_zero and isinstance(one.by, Sum) else ()
 
 
@@ -139,60 +135,37 @@ def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Ter
         return Denominator(None, sums)
     for extreme in extremes_of(powers):
         return Reason(f"each row takes {extreme}", extreme.by.place, True)
-    [(by, exponent), *more] = powers
     text = "a sum over rows that several counts divide, or multiply"
-    if more or exponent >= 0:
+    numbers = [(by.value, -exponent) for by, exponent in powers if isinstance(by, Sum)]
+    counts = {analysis.count_under(value) for value, _ in numbers}
+    if len(counts) != 1 or len(numbers) < len(powers):
+        if powers == frozenset([(ROWS, -1)]):
+            return Denominator(ROWS, sums)
         cancels = sum(exponent for _, exponent in powers) == -1  # if two are the same, one is left, and whoever
         return Reason(text, sums[0].place, True, unless_weighed=cancels)  # passes a weight says that they are
-    if isinstance(by, str):
-        return Denominator(by, sums) if exponent == -1 else Reason(text, sums[0].place, True)
-    assert isinstance(by, Sum)  # there is no extreme among them
-    count, inputs = analysis.function_of.get(by.value, by.value), analysis.inputs.get(by.value, frozenset())
-    makes = analysis.form(count).sums[0].sources[0]
+    function = analysis.function(numbers)
+    (of_count,) = analysis.form(count := function.count).terms
+    if function.is_constant:  # S / maximum(c, 1) * c
+        return Denominator(None, sums)
+    if function.falls or not (of_count.powers == NONE or function.is_count):
+        return Reason(text, sums[0].place, True)
+    makes, inputs = of_count.sources[0], analysis.inputs.get(count, frozenset())
     for place in inputs:
         if others[place] is not None:
             text = f"divided by what the argument {others[place]} decides, too"
             return Reason(text, makes.place, True, unless_weighed=True)
-    guards = sorted((guard for guard in term.guards if guard is not None), key=lambda guard: guard.place)
-    hides = [guard for guard in guards if guard.outs[0] not in analysis.guard_of]
-    of_count = [guard for guard in guards if guard not in hides]
-    keeps, bends = _keeps(analysis, by, count, term.guards.difference(hides)), count is not by.value or exponent != -1
-    if (bends and by.powers) or (count is not by.value and not keeps):
-        return Reason(f"{analysis.levels.program.made_by[by.value].name} of a sum over rows", makes.place)
-    guard, by = keeps[-1] if keeps else next(iter(of_count), None), Sum(count, NONE) if bends else by
-    return Denominator(by, sums, makes, guard, keeps, -exponent, bends, next(iter(hides), None), inputs=inputs)
-
-
-_BOUNDS = {"clamp", "convert_element_type", "div", "max", "min", "mul", "neg", "select_n"}  # sums may never reach them
-
-
-def _keeps(analysis: FormAnalysis, by: Sum, count: Value, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
-    """The operations from a count to what divides; empty unless that is a function of it, or has one guard."""
-    made_by = analysis.levels.program.made_by
-    guard, *more = guards or [None]
-    if more or by.powers or (guard and analysis.repeats.get(guard.outs[0]) != by.value):
-        return ()
-    last = guard or (made_by[by.value] if count is not by.value else None)
-    if last is None:
-        return ()
-    needed, todo = {last}, [last]
-    while todo:
-        for value in todo.pop().ins:
-            is_count = analysis.original(value) == count and value not in analysis.guard_of
-            if isinstance(value, Constant | Number) or is_count:
-                continue
-            if value not in made_by:
-                return ()
-            if made_by[value] not in needed:
-                needed.add(made_by[value])
-                todo.append(made_by[value])
-    return tuple(equation for equation in analysis.levels.program.equations if equation in needed)
+    is_itself = of_count.powers != NONE or (function.guard is None and function.is_count)
+    hides = min(term.hides, key=lambda each: each.place, default=None)
+    by, guard = Sum(count, of_count.powers), function.guard
+    return Denominator(by, sums, makes, guard, None if is_itself else function, hides, inputs=inputs)
 
 
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
-    making = needed([of.value], program.made_by)
-    inputs = dict(zip(program.inputs, values, strict=True))
-    found = _evaluated([equation for equation in program.equations if equation in making], inputs.__getitem__)
+    making, found = needed([of.value], program.made_by), dict(zip(program.inputs, values, strict=True))
+    read = lambda value: value.array if isinstance(value, Constant | Number) else found[value]
+    for equation in (each for each in program.equations if each in making):
+        results = evaluation.bind(equation.single, list(map(read, equation.ins)))
+        found.update(zip(equation.outs, results, strict=True))
     count = jnp.reshape(found[of.value], ())
     count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
     for base, exponent in of.powers:
@@ -200,19 +173,3 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
         by = _value_of(base, program, values) if isinstance(base, Sum) else program.rows[0]
         count = count / by**exponent
     return count
-
-
-def _evaluated(
-    equations: Iterable[Equation], given: Callable[[Value], Any], bind: Callable[..., Any] = evaluation.bind
-) -> dict[Value, Any]:
-    """The results of equations, for all rows; `given` says those of others."""
-    found: dict[Value, Any] = {}
-
-    def read(value: Value) -> Any:
-        if isinstance(value, Constant | Number):
-            return value.array
-        return found[value] if value in found else given(value)
-
-    for equation in equations:
-        found.update(zip(equation.outs, bind(equation.single, list(map(read, equation.ins))), strict=True))
-    return found

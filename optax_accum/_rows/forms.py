@@ -15,7 +15,7 @@ TAKES = "each row takes a"  # the beginning of a reason
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum over rows that the batch alone decides: a value of the program, divided by powers."""
+    """A sum over rows that the batch alone decides, or a function of one: a value of the program, divided by powers."""
 
     value: Value
     powers: Powers
@@ -47,28 +47,17 @@ class Reason(NamedTuple):
         return f"{self.text}, {self.place}"
 
 
-class Test(NamedTuple):
-    """A comparison of a sum over rows with a small number; a choice takes `case` if the sum is not zero.
-
-    `is_exact`: among sums of counts, only zero goes to the other case.
-    """
-
-    tested: Value
-    case: int
-    is_exact: bool
-
-
 class Term(NamedTuple):
     """Powers times a sum over rows; or, unless `is_sum`, times a value that each row decides alone, or no row at all.
 
-    `sources`: the reductions that make the sum. `guards`: the operations that keep its divisors from zero, with None
-    for a divisor that is not kept from zero.
+    `sources`: the reductions that make the sum. `hides`: the operations that take a number in its place where a count
+    is zero.
     """
 
     powers: Powers = NONE
     is_sum: bool = False
     sources: tuple[Equation, ...] = ()
-    guards: frozenset[Equation | None] = frozenset()
+    hides: frozenset[Equation] = frozenset()
 
 
 class Form(NamedTuple):
@@ -90,9 +79,9 @@ class Form(NamedTuple):
     def because(self, *reasons: Reason) -> "Form":
         return self._replace(reasons=tuple(dict.fromkeys([*self.reasons, *reasons])))
 
-    def times(self, powers: Powers, guards: Iterable[Equation | None] = ()) -> "Form":
-        """Multiplies each term by powers, which `guards` keep from zero."""
-        times = lambda term: term._replace(powers=product(term.powers, powers), guards=term.guards.union(guards))
+    def times(self, powers: Powers, hides: Iterable[Equation] = ()) -> "Form":
+        """Multiplies each term by powers."""
+        times = lambda term: term._replace(powers=product(term.powers, powers), hides=term.hides.union(hides))
         return self._replace(terms=tuple(map(times, self.terms)))
 
 
@@ -119,7 +108,7 @@ def added(forms: Iterable[Form]) -> Form:
         for term in form.terms:
             first = terms.get((term.powers, term.is_sum), term)
             sources = tuple(dict.fromkeys([*first.sources, *term.sources]))
-            terms[term.powers, term.is_sum] = first._replace(sources=sources, guards=first.guards | term.guards)
+            terms[term.powers, term.is_sum] = first._replace(sources=sources, hides=first.hides | term.hides)
     return Form(tuple(terms.values())).because(*reasons)
 
 
@@ -152,9 +141,7 @@ def taken_by_rows(term: Term, source: Equation) -> Reason:
 def multiplied(forms: Sequence[Form]) -> Form:
     """The form of a product of separate rows."""
     left, right = forms
-    terms = tuple(
-        Term(product(a.powers, b.powers), guards=a.guards | b.guards) for a in left.terms for b in right.terms
-    )
+    terms = tuple(Term(product(a.powers, b.powers), hides=a.hides | b.hides) for a in left.terms for b in right.terms)
     return added([Form(terms).because(*left.reasons, *right.reasons)])
 
 

@@ -5,6 +5,7 @@ separate and nothing else is known, as for an operation without a rule.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +13,10 @@ import numpy as np
 from optax_accum._core.compilers import varying_axes
 from optax_accum._core.equations import collective_axes
 from optax_accum._rows.analysis import FormAnalysis
-from optax_accum._rows.forms import NONE, Form, Reason, Sum, Term, Test, added, failed, name_of, power
+from optax_accum._rows.forms import NONE, Form, Reason, Sum, added, failed, name_of, power
 from optax_accum._rows.pairing import paired_inside
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.registry import known
-
-LARGE = 1e6  # the smallest number that is taken for a bound which no denominator reaches
-SMALL = 1e-3  # the largest number that keeps a mean of a mask from zero
-ADDED = 1e-5  # the largest that may be added to a denominator for that: of ten tokens, a millionth
 
 Rule = Callable[[FormAnalysis, Equation, Sequence[Form]], Form | None]
 
@@ -43,12 +40,7 @@ def _cast(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> 
     return None if is_inexact == [True, False] else forms[0]
 
 
-def _sum(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """A sum, or a difference. Adding a small number, which keeps a denominator from zero, is a guard."""
-    for place, value in enumerate(equation.ins):
-        small = equation.name == "add" and analysis.is_small(equation.ins[1 - place], ADDED)
-        if small and analysis.scalar(value) is not None:
-            return _guarded(analysis, equation, place, forms)
+def _sum(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form:
     return added(forms)
 
 
@@ -61,7 +53,7 @@ def _from_devices(analysis: FormAnalysis, equation: Equation, forms: Sequence[Fo
     tells = equation.name == "psum_invariant"
     axes = collective_axes(equation.single)
     for by in (by for by in counts if not (tells and _is_alike(analysis, by.value, axes))):
-        (term, *_) = analysis.form(by.value).sums
+        (term, *_) = analysis.form(analysis.count_of.get(by.value, by.value)).sums
         text = f"{equation.name} of what a {name_of(term)} divides: each device may have another"
         return added(forms).because(Reason(text, equation.place))
     return added(forms)
@@ -76,16 +68,13 @@ def _is_alike(analysis: FormAnalysis, value: Value, axes: Sequence[str]) -> bool
 
 
 def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    if equation.name == "mul":
-        _scaled(analysis, equation, *equation.ins)
-        _scaled(analysis, equation, *equation.ins[::-1])
     for place, other in enumerate(forms):
         form, scalar = forms[1 - place], analysis.scalar(equation.ins[place])
         if not other.sums:
-            scaled = [form.times(term.powers, term.guards) for term in other.terms]
+            scaled = [form.times(term.powers, term.hides) for term in other.terms]
             return added(scaled).because(*form.reasons, *other.reasons)
         if form.sums and scalar is not None:
-            return form.times(scalar, analysis.guards_of(equation.ins[place])).because(*other.reasons)
+            return form.times(scalar).because(*other.reasons)
     if not all(form.sums for form in forms):
         return None
     text = "a {} times another {}".format(*(name_of(form.sums[0]) for form in forms))
@@ -94,12 +83,10 @@ def _product(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) 
 
 def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     (form, by), value = forms, equation.ins[1]
-    _scaled(analysis, equation, *equation.ins)
     is_power = len(by.terms) == 1 and not by.sums
     scalar = by.terms[0].powers if is_power else analysis.scalar(value)
     if scalar is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact):
-        guards = by.terms[0].guards if is_power else analysis.guards_of(value)
-        return form.times(power(scalar, -1), guards).because(*by.reasons)
+        return form.times(power(scalar, -1)).because(*by.reasons)
     if not by.sums or not jnp.issubdtype(value.aval.dtype, jnp.inexact):
         return None
     text, place = f"divided by a {name_of(by.sums[0])} and something else", by.sums[0].sources[0].place
@@ -111,115 +98,55 @@ def _quotient(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form])
     return Form().because(*form.reasons, *by.reasons, Reason(text, place, True, unless_weighed=is_count))
 
 
-def _scaled(analysis: FormAnalysis, equation: Equation, value: Value, number: Value) -> None:
-    """Notes a count that is kept from zero, then multiplied by a number: it divides as without the number."""
-    guard, (result,) = analysis.guard_of.get(value), equation.outs
-    if guard is not None and result.aval.size == 1 and analysis.is_fixed(number):
-        analysis.unscaled[result], analysis.guard_of[result] = value, guard
-
-
-def _power(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    scalar = analysis.scalar(equation.ins[0])
-    exponent = equation.single.params["y"] if equation.name == "integer_pow" else analysis.literal(equation.ins[1])
-    if scalar is None or exponent is None or exponent != int(exponent):
-        return None
-    powers, guards = power(scalar, int(exponent)), analysis.guards_of(equation.ins[0])
-    return Form((Term(powers, guards=guards),), forms[0].reasons)
-
-
-def _largest(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """The larger of two: a small number keeps a denominator from zero."""
-    for place, value in enumerate(equation.ins):
-        if analysis.scalar(value) is not None and analysis.is_small(equation.ins[1 - place], _least(analysis, value)):
-            return _guarded(analysis, equation, place, forms)
-    return None
-
-
-def _smallest(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """The smaller of two: a large number bounds a denominator that never reaches it."""
-    for place, value in enumerate(equation.ins):
-        bound = analysis.literal(equation.ins[1 - place])
-        if analysis.scalar(value) is not None and bound is not None and bound >= LARGE:
-            return _guarded(analysis, equation, place, forms)
-    return None
-
-
-def _least(analysis: FormAnalysis, value: Value) -> float:
-    """The largest number that keeps a sum from zero: 1 for a count; less for a mean, as a mask's is less than 1."""
-    return SMALL if analysis.form(value).terms[0].powers else 1
-
-
 def _compared(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """A comparison: with a number it may be the test of a guard. There is at least one row."""
-    if _asks_finite(analysis, equation):
-        tested = equation.ins[0]
-        analysis.tests[equation.outs[0]] = Test(analysis.original(tested), 0, is_exact=False)
+    """A comparison: whether there is a row, as there is, or whether a number is finite, as a quotient of sums is."""
+    value, other = equation.ins
+    if equation.name == "gt" and analysis.is_count(value) and analysis.literal(other) == 0:
         return Form()
-    if equation.name == "gt" and analysis.is_count(equation.ins[0]) and analysis.is_small(equation.ins[1], 0):
+    is_nan, is_infinite = equation.name == "ne" and value is other, analysis.literal(other) in (np.inf, -np.inf)
+    if value.aval.size == 1 and (is_nan or (equation.name == "eq" and is_infinite)):
+        analysis.finite[equation.outs[0]] = analysis.original(value)
         return Form()
-    for value, other, name in ((*equation.ins, equation.name), (*equation.ins[::-1], _TURNED[equation.name])):
-        if analysis.scalar(value) is not None and analysis.is_small(other, _least(analysis, value)):
-            is_zero = analysis.is_small(other, 0)
-            if is_zero or name not in ("eq", "ne"):
-                # The case of a sum that is not zero; and whether, among counts, only zero goes to the other case.
-                case, alone = int(name in ("gt", "ge", "ne")), is_zero != (name in ("ge", "lt"))
-                analysis.tests[equation.outs[0]] = Test(analysis.original(value), case, alone)
     return None
 
 
-def _asks_finite(analysis: FormAnalysis, equation: Equation) -> bool:
-    """Whether a comparison asks if a number is NaN or infinite, as the quotient of two empty sums."""
-    a, b = equation.ins
-    if a.aval.size != 1:
-        return False
-    return (equation.name == "ne" and a is b) or (equation.name == "eq" and analysis.literal(b) in (np.inf, -np.inf))
-
-
-_TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
+def _tested(analysis: FormAnalysis, index: Value) -> tuple[Value, int | None] | None:
+    """What a choice asks, a count or if a number is finite; and the case of a count that is not zero, or a number."""
+    if index in analysis.finite:
+        return analysis.finite[index], 0
+    count = analysis.count_under(index)
+    return None if count is None else (count, analysis.function([(index, 1)]).case)
 
 
 def _chosen(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """A choice by row; or by a test whether a denominator is zero, if the other case is a number."""
-    test = analysis.tests.get(equation.ins[0])
-    if test is None:
+    """A choice by row; or in place of a quotient whose denominator is zero, if the other case is a number."""
+    index, *cases = equation.ins
+    tested = _tested(analysis, index)
+    if tested is None:
         return _linear(range(1, len(forms)))(analysis, equation, forms)
-    left = [place for place, value in enumerate(equation.ins) if place and not analysis.is_fixed(value)]
-    if len(left) != 1 or left[0] != 1 + test.case:
-        return None
-    value, form = equation.ins[left[0]], forms[left[0]]
-    counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
-    is_count = analysis.original(value) is test.tested
-    if not (is_count or (test.tested in counts and test.is_exact)):
-        return None
-    return _guarded(analysis, equation, left[0], forms)
+    left = [place for place, value in enumerate(cases) if not analysis.is_fixed(value)]
+    return _hidden(analysis, equation, tested, cases[left[0]]) if left == [tested[1]] else None
 
 
 def _branched(analysis: FormAnalysis, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """A branch by a test whether a denominator is zero, if the other branch returns a number."""
     index, *operands = equation.ins
-    test = analysis.tests.get(analysis.orders.index(index))
-    if test is None or len(equation.single.params["branches"]) != 2 or len(equation.outs) != 1:
+    tested = _tested(analysis, index)
+    if tested is None or tested[1] is None or len(equation.single.params["branches"]) != 2 or len(equation.outs) != 1:
         return None
     outputs = [analysis.inside(program, operands) for program in paired_inside(equation)]
-    other, value = outputs[1 - test.case], outputs[test.case]
+    other, value = outputs[1 - tested[1]], outputs[tested[1]]
     if other is None or value is None or not analysis.is_fixed(other):
         return None
+    return _hidden(analysis, equation, tested, value)
+
+
+def _hidden(analysis: FormAnalysis, equation: Equation, tested: tuple[Value, Any], value: Value) -> Form | None:
+    """A quotient that a number replaces if what is tested says that its denominator is zero."""
     form = analysis.form(value)
-    counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
-    return form.times(NONE, [equation]) if test.tested in counts and test.is_exact else None
-
-
-def _guarded(analysis: FormAnalysis, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
-    """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form.
-
-    The operand is that denominator, or else a quotient.
-    """
-    value = equation.ins[place]
-    if analysis.scalar(value) is None:
-        return forms[place].times(NONE, [equation])
-    analysis.repeats[equation.outs[0]] = analysis.original(value)
-    analysis.guard_of[equation.outs[0]] = analysis.first(equation)
-    return forms[place]
+    bases = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
+    asked = {analysis.original(value), *map(analysis.count_under, bases)}
+    return form.times(NONE, [equation]) if tested[0] in asked else None
 
 
 RULES: dict[str, Rule] = {
@@ -231,10 +158,6 @@ RULES: dict[str, Rule] = {
     "convert_element_type": _cast,
     "cond": _branched,
     "div": _quotient,
-    "integer_pow": _power,
-    "max": _largest,
-    "min": _smallest,
-    "pow": _power,
     "select_n": _chosen,
 }
 

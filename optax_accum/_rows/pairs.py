@@ -99,7 +99,7 @@ def _scaled(equation: Equation, operands: Sequence[Summands]) -> Summands | None
         return None
     (term,), reasons = by[None].terms, by[None].reasons
     powers = power(term.powers, sign)
-    return {axis: form.times(powers, term.guards).because(*reasons) for axis, form in summands.items()}
+    return {axis: form.times(powers, term.hides).because(*reasons) for axis, form in summands.items()}
 
 
 def _moved(to: Callable[[Equation], Mapping[int, int]]) -> Callable[[Equation, Sequence[Summands]], Summands]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_accum._arguments.spelling import closest
+from optax_accum._arguments.signature import closest
 from optax_accum._core import arithmetic, dtypes, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import (
