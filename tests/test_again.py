@@ -49,6 +49,38 @@ def test_value_and_grad_is_differentiated_again(way):
     np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
 
 
+@jax.custom_vjp
+def rounded(x):
+    """Whose backward pass takes it for the identity."""
+    return jnp.round(4 * x) / 4
+
+
+rounded.defvjp(lambda x: (rounded(x), x.sum(0)), lambda _, ct: (ct,))
+
+
+@jax.custom_vjp
+def turned(x, y):
+    """Whose derivative is another one, and depends on its operands."""
+    return x * y, x
+
+
+turned.defvjp(lambda x, y: (turned(x, y), (x, y)), lambda kept, ct: (ct[0] * jnp.sin(kept[1]) + ct[1], 2 * ct[0]))
+
+
+@pytest.mark.parametrize("cut", ["value_and_grad", *sweep(["microbatched"])])
+@pytest.mark.parametrize("rule", [rounded, *sweep([lambda x: turned(x, x**2)[0]])])
+def test_a_backward_pass_by_the_user_is_differentiated_again(rule, cut):
+    """A forward pass that calls its function again keeps the rule in a second derivative, which was that without it."""
+    loss = lambda w, batch: jnp.mean((jnp.tanh(rule(batch["x"] * w[None])).sum(-1) - batch["y"]) ** 2)
+    of_whole = jax.value_and_grad(loss)
+    ours = optax_accum.value_and_grad(loss, 3)
+    if cut == "microbatched":
+        ours = jax.value_and_grad(optax_accum.microbatched(loss, 3))
+    penalty = lambda f: jax.jit(jax.grad(lambda w: jnp.sum(f(w, BATCH)[1] ** 2)))(W)
+    np.testing.assert_allclose(penalty(ours), penalty(of_whole), rtol=1e-5, atol=1e-6)
+    assert jnp.abs(penalty(of_whole)).max() > 1e-3
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_under_vmap(run):

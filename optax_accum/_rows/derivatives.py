@@ -52,6 +52,12 @@ def forward(eqn: Any, perturbed: Sequence[bool], takes: Any, values: Sequence[An
     return outs, moved
 
 
+def primal(eqn: Any, perturbed: Sequence[bool], takes: Any, values: Sequence[Any], changes: Any) -> Any:
+    """The results of an equation as its user's forward pass has them: these are what is differentiated again."""
+    fun, at = _split_operands(eqn, perturbed, values)
+    return jax.vjp(fun, *at)[0]
+
+
 def backward(
     eqn: Any, perturbed: Sequence[bool], takes: Sequence[bool], values: Sequence[Any], cotangents: Sequence[Any]
 ) -> Any:

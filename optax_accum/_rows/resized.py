@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from optax_accum._core import compilers, evaluation, rules
+from optax_accum._core.equations import needed
 from optax_accum._core.folds import SUM, Fold
 from optax_accum._core.leaves import is_inexact
 from optax_accum._rows import derivatives, locality
@@ -151,7 +152,11 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
     def forward(real: Any, *primals: Any) -> tuple[Values, _Kept]:
         values = [primal.value for primal in primals]
         perturbed = tuple(primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact) for primal in primals)
-        return fun(values), _Kept(jax.tree.map(lambda primal: primal.value, real), values, perturbed)
+        kept = _Kept(jax.tree.map(lambda primal: primal.value, real), values, perturbed)
+        nothing = [False] * len(single.outvars)
+        traces = tuple(map(_live, derivatives.derivative_of(single, double, derivatives.primal, perturbed, nothing)))
+        is_local = locality.are_local(*traces, some.rows)
+        return run(*traces, some._replace(real=kept.real), values) if is_local else fun(values), kept
 
     def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
         takes = [is_inexact(var.aval) and not _is_zero(ct) for ct, var in zip(cotangents, single.outvars, strict=True)]
@@ -164,6 +169,12 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
 
     called.defvjp(forward, backward, symbolic_zeros=True)
     return functools.partial(called, some.real)
+
+
+def _live(program: Any) -> Any:
+    """A program without the equations that its results do not need."""
+    jaxpr = program.jaxpr
+    return program.replace(jaxpr=jaxpr.replace(eqns=needed(jaxpr, range(len(jaxpr.outvars)))[0]))
 
 
 def _is_zero(change: Any) -> bool:
