@@ -129,12 +129,26 @@ FUNCTIONS = {  # of the count, 7, and of those of micro-batches
     "added": lambda count: count + (count == 0),
     "several": lambda count: 2 * jnp.sqrt(count) + jnp.minimum(count, 3) / 3,
     "product": lambda count: count * jnp.maximum(count, 2),
+    "square": lambda count: count * count,
+    "inverse": lambda count: 1 / jax.lax.rsqrt(count + 1),
+    "softplus": lambda count: jax.nn.softplus(count - 1),
+    "branch": lambda count: jax.lax.cond(count > 2, lambda: 2 * count, lambda: count + 2),
+    "largest": lambda count: jnp.max(jnp.stack([count, jnp.sqrt(count), jnp.float32(3)])),
+    "close": lambda count: jnp.where(jnp.isclose(count, 0), 1, count),
 }
 
 
-@pytest.mark.parametrize("function", sweep(FUNCTIONS, but=["maximum", "several", "power"]))
+@pytest.mark.parametrize("function", sweep(FUNCTIONS, but=["maximum", "several", "branch"]))
 def test_any_function_of_a_count_may_divide(function):
     loss = lambda w, batch: jnp.sum(batch["mask"] * errors(w, batch)) / FUNCTIONS[function](jnp.sum(batch["mask"]))
+    np.testing.assert_allclose(trained(loss, (2, 5, 5)), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+
+
+def test_a_branch_may_divide_by_twice_a_count():
+    def loss(w, batch):
+        count, error = jnp.sum(batch["mask"]), jnp.sum(batch["mask"] * errors(w, batch))
+        return jax.lax.cond(count > 0, lambda: error / (2 * count), lambda: 0.0)
+
     np.testing.assert_allclose(trained(loss, (2, 5, 5)), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
