@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_accum._across import accumulator, on_host, outcomes, schedules
@@ -18,7 +17,7 @@ from optax_accum._across.window import MicroBatch, WindowRules, check_state, mic
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core import flags
+from optax_accum._core import dtypes, flags
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import (
     AccumulationState,
@@ -29,8 +28,8 @@ from optax_accum._core.state import (
 )
 from optax_accum._core.types import Flag, Tree
 from optax_accum._loss.weighing import Amount
-from optax_accum._space.devices import has_several, refuse_shards
-from optax_accum._space.here import here
+from optax_accum._space.devices import has_several
+from optax_accum._space.here import here_for
 from optax_accum._space.space import Space
 
 
@@ -177,12 +176,9 @@ class AccumulatingStep(Step):
         return state.inner_opt_state
 
     def space(self, state: Tree, call: Call) -> Space:
-        space = here(self.rules.devices)
         check_state(state)
+        space = here_for(self.rules.devices, self.rules.meter, call.arguments[0])
         space.check_state(state.weight, call[tuple(call.arguments)])
-        space.check_params(call.arguments[0])
-        space.check_shared(call.arguments[0])
-        refuse_shards(self.rules.meter, call.arguments[0], self.rules.devices.axes)
         return space
 
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:
@@ -199,9 +195,6 @@ class AccumulatingStep(Step):
         amount = weighed(self.rules, space, done.amount, state) if named is None else Amount.of(named)
         batch = MicroBatch(done.grads, amount, keywords.flush, {**value, **keywords.extra_args})
         if isinstance(done.grads, Added):
-
-            def like(param: Any) -> Any:
-                return param if is_inexact(param) else np.zeros(param.shape, jax.float0)
-
-            batch = batch._replace(grads=jax.tree.map(like, params), added=done.grads)
+            like = dtypes.gradients_like(params, filter(is_inexact, jax.tree.leaves(params)))
+            batch = batch._replace(grads=like, added=done.grads)
         return micro_step(self.rules, space, batch, state, params, outcomes.new_params(space, params))

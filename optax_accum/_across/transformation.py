@@ -20,8 +20,8 @@ from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.weighing import Amount
 from optax_accum._shared.checks import as_positive
-from optax_accum._space.devices import Devices, as_devices, refuse_shards
-from optax_accum._space.here import here
+from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.here import here, here_for
 from optax_accum._space.space import Space
 
 
@@ -252,10 +252,7 @@ def axes_of(tx: Any) -> Axes:
 def _init(rules: WindowRules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     check_no_lookahead(params)
-    space = here(rules.devices)
-    space.check_params(params)
-    space.check_shared(params)
-    refuse_shards(rules.meter, params, rules.devices.axes)
+    space = here_for(rules.devices, rules.meter, params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)

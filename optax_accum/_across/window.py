@@ -140,7 +140,8 @@ def _squares_of_mean(squares: Any, amount: Amount) -> Any:
     """The squares of the gradient of a micro-batch's total over its weight."""
     if amount.grad_weight is amount.weight:
         return squares
-    return arithmetic.times(squares, (amount.grad_weight * arithmetic.reciprocal(amount.weight)) ** 2)
+    factor = (amount.grad_weight * arithmetic.reciprocal(amount.weight)) ** 2
+    return jax.tree.map(lambda square: square * factor, squares)
 
 
 def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], amount: Amount, first: Flag) -> WeightedSum:

@@ -110,16 +110,6 @@ def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
     return (leaf.astype(wide) * along_rows(factor, leaf).astype(wide)).astype(dtype)
 
 
-def times(tree: Tree, factor: Weight) -> Tree:
-    """A tree times a number, each leaf in its dtype; the tree itself for a 1.0 of Python."""
-
-    def scale(leaf: Any) -> Any:
-        leaf = leaf if is_float0(leaf) else jnp.asarray(leaf)
-        return scaled(leaf, factor, leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-
-    return tree if isinstance(factor, float) and factor == 1.0 else jax.tree.map(scale, tree)
-
-
 def along_rows(numbers: Any, leaf: jax.Array) -> jax.Array:
     """Shapes one number, or [d] with one for each row of a leaf [d, ...], to go with the leaf."""
     numbers = jnp.asarray(numbers)

@@ -29,12 +29,7 @@ def named_dtypes(dtype: Tree, params: Tree) -> Tree:
 
 def as_gradients(grads: Tree, params: Tree, dtype: Tree) -> Tree:
     """Sums in the dtypes that were named for gradients, else in the parameters' dtypes."""
-
-    def cast(grad: Any, param: Any, named: Any) -> Any:
-        if is_float0(grad) or named is not None:
-            return grad
-        return grad.astype(jnp.result_type(param))
-
+    cast = lambda grad, param, named: grad.astype(jnp.result_type(param)) if named is None else grad
     return jax.tree.map(cast, grads, params, named_dtypes(dtype, params))
 
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import evaluation
+from optax_accum._core.dtypes import is_float0
 from optax_accum._core.equations import programs_of
+from optax_accum._core.leaves import parted
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -48,13 +50,9 @@ def _custom_jvp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
 
     @called.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        are_given = [not _is_float0(tangent) for tangent in tangents]
-
-        def pushed(primals: Any, given: Any) -> Any:
-            filled = _filled(given, tangents, are_given)
-            return jax.jvp(functools.partial(_bound, equation), primals, filled)
-
-        return rewrite(pushed)(primals, [leaf for leaf in tangents if not _is_float0(leaf)])
+        given, filled = parted(tangents, _has_derivative)
+        pushed = lambda primals, given: jax.jvp(functools.partial(_bound, equation), primals, filled(given))
+        return rewrite(pushed)(primals, given)
 
     return called
 
@@ -65,13 +63,12 @@ def _custom_vjp(equation: Any, rewrite: Rewrite) -> Callable[..., Any]:
     forward = lambda *values: rewrite(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        are_given = [not _is_float0(cotangent) for cotangent in cotangents]
+        given, filled = parted(cotangents, _has_derivative)
 
         def pulled(residuals: Any, given: Any) -> Any:
-            gradients = residuals(_filled(given, cotangents, are_given))
+            gradients = residuals(filled(given))
             return [gradient for gradient, wanted in zip(gradients, inexact, strict=True) if wanted]
 
-        given = [leaf for leaf, is_ in zip(cotangents, are_given, strict=True) if is_]
         found = iter(rewrite(pulled)(residuals, given))
         return tuple(next(found) if wanted else None for wanted in inexact)
 
@@ -91,13 +88,5 @@ def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:
     return tuple(evaluation.bind(equation, values))
 
 
-def _is_float0(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
-def _filled(given: Sequence[Any], like: Sequence[Any], are_given: Sequence[bool]) -> tuple[Any, ...]:
-    rest = iter(given)
-    return tuple(
-        next(rest) if is_ else np.zeros(np.shape(leaf), jax.dtypes.float0)
-        for leaf, is_ in zip(like, are_given, strict=True)
-    )
+def _has_derivative(leaf: Any) -> bool:
+    return not is_float0(leaf)

@@ -54,22 +54,15 @@ class Backward:
 
     def __init__(self, backward: Any, cotangent: jax.Array, params: Tree):
         self.backward, self.cotangent, self.params = backward, cotangent, params
-        self.grads: Tree | None = None  # once they are written
 
     def gradient(self) -> Tree:
         """The gradient; that of an integer is a zero of a type of its own."""
-        if self.grads is None:
-            (inexact,) = self.backward(self.cotangent)
-            self.grads = dtypes.gradients_like(self.params, inexact)
-        return self.grads
+        return dtypes.gradients_like(self.params, self.backward(self.cotangent)[0])
 
-    def add_to(
-        self, totals: Sequence[Any], how: Adding = Adding(), weight: Weight = 1.0, counts: Flag = True
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+    def add_to(self, totals: Sequence[Any], how: Adding, weight: Weight, counts: Flag) -> tuple[list[Any], list[Any]]:
         """Adds `weight` times the gradient to totals, where each part of it arises: one for each inexact parameter.
 
-        Where a total is None the gradient is returned. If it does not count, zeros are added. Returns the totals, the
-        unweighted `|g|^2` of each, if these are measured, and the gradients without a total.
+        If it does not count, zeros are added. Returns the totals, and the unweighted `|g|^2` of each if it is measured.
         """
         cotangent = self.cotangent if how.scales else self.cotangent * jnp.asarray(weight, self.cotangent.dtype)
         scale = jnp.asarray(weight if how.scales else 1.0, dtypes.default_float())
@@ -78,15 +71,10 @@ class Backward:
         program = jax.make_jaxpr(lambda cotangent: self.backward(cotangent)[0])(cotangent)
         zeros = how.squares or [None] * len(totals)
         finish = how.finish or [None] * len(totals)
-        sums = [
-            None if total is None else adding.Sum(total, square, scale, end)
-            for total, square, end in zip(totals, zeros, finish, strict=True)
-        ]
-        found = adding.run(program, [cotangent], sums)
+        sums = [adding.Sum(total, zero, scale, end) for total, zero, end in zip(totals, zeros, finish, strict=True)]
+        adding.run(program, [cotangent], sums)
         undone = 1.0 if how.scales else arithmetic.reciprocal(weight) ** 2
-        pairs = zip(sums, zeros, strict=True)
-        squares = [zero if one is None else one.square * undone for one, zero in pairs] if how.squares else []
-        return [one and one.total for one in sums], squares, found
+        return [one.total for one in sums], [one.square * undone for one in sums if how.squares]
 
 
 def add_to(
@@ -119,7 +107,7 @@ def add_to(
             return flags.selected(counts, total, acc), [], vary(kept)
         backward.cotangent, ready = compilers.ready_together(backward.cotangent, start)
         leaves, treedef = jax.tree.flatten(ready)
-        totals, squares, _ = backward.add_to(leaves, how, actual, counts)
+        totals, squares = backward.add_to(leaves, how, actual, counts)
         return treedef.unflatten(totals), vary(_where(counts, squares)), vary(kept)
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:

@@ -154,9 +154,9 @@ def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some:
         perturbed = tuple(primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact) for primal in primals)
         kept = _Kept(jax.tree.map(lambda primal: primal.value, real), values, perturbed)
         nothing = [False] * len(single.outvars)
-        traces = tuple(map(_live, derivatives.derivative_of(single, double, derivatives.primal, perturbed, nothing)))
-        is_local = locality.are_local(*traces, some.rows)
-        return run(*traces, some._replace(real=kept.real), values) if is_local else fun(values), kept
+        a, b = map(_live, derivatives.derivative_of(single, double, derivatives.primal, perturbed, nothing))
+        is_local = locality.are_local(a, b, some.rows)
+        return run(a, b, some._replace(real=kept.real), values) if is_local else fun(values), kept
 
     def backward(kept: _Kept, cotangents: Values) -> tuple[Any, ...]:
         takes = [is_inexact(var.aval) and not _is_zero(ct) for ct, var in zip(cotangents, single.outvars, strict=True)]

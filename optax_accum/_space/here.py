@@ -15,10 +15,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax_accum._arguments.roles import Call
 from optax_accum._core import tracing, versions
 from optax_accum._core.types import Axes, Name, Tree
+from optax_accum._loss.meter import Meter
 from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.collectives import Shard
 from optax_accum._space.device import Device
-from optax_accum._space.devices import Devices, check_num_devices, check_partials
+from optax_accum._space.devices import Devices, check_num_devices, check_partials, refuse_shards
 from optax_accum._space.several import InShardMap, Partial, PartialInShardMap, Several
 from optax_accum._space.space import Local, Space
 
@@ -42,6 +43,15 @@ def here(devices: Devices) -> Space:
             "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
         )
     return ToShards(devices)
+
+
+def here_for(devices: Devices, meter: Meter, params: Tree) -> Space:
+    """The space of this trace, which can add up, and measure, the gradients of these parameters."""
+    space = here(devices)
+    space.check_params(params)
+    space.check_shared(params)
+    refuse_shards(meter, params, devices.axes)
+    return space
 
 
 class OverMesh(Several):

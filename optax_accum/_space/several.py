@@ -121,10 +121,7 @@ class InShardMap(Several):
         check_local(grads, self.axes)
         return self.as_partial(grads)
 
-    def check_shared(self, params: Tree) -> None:
-        check_shared(params, self.axes)
-
-    def check_gradients(self, params: Tree, results: Tree) -> None:
+    def check_shared(self, params: Tree, results: Tree | None = None) -> None:
         check_shared(params, self.axes, results)
 
     def _missing(self) -> str | None:
@@ -171,10 +168,7 @@ class Partial(Several):
 class PartialInShardMap(Partial, InShardMap):
     """Partial sums inside a `jax.shard_map` that stay: [...] on each device, whose parameters may be its own."""
 
-    def check_shared(self, params: Tree) -> None:
-        pass
-
-    def check_gradients(self, params: Tree, results: Tree) -> None:
+    def check_shared(self, params: Tree, results: Tree | None = None) -> None:
         pass
 
 

@@ -127,11 +127,8 @@ class Space:
     def check_params(self, params: Tree) -> None:
         """Raises if parameters would be gathered unasked."""
 
-    def check_shared(self, params: Tree) -> None:
-        """Raises if devices have parameters of their own, whose gradients would be added."""
-
-    def check_gradients(self, params: Tree, results: Tree) -> None:
-        """Raises if results that are added over the devices are gradients of shards."""
+    def check_shared(self, params: Tree, results: Tree | None = None) -> None:
+        """Raises if devices have parameters of their own, whose gradients would be added: if these are `results`."""
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         """Raises for a state of other devices, by its weight."""

@@ -12,7 +12,7 @@ from optax_accum._core.types import Flag
 
 
 def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
-    """Adds the full micro-batches that are `alive`, all or [k], in order.
+    """Adds the first `count` micro-batches, those that are `alive`, in order.
 
     Their number may be traced; a `static` loop runs all iterations, and JAX can differentiate it again. Outside `jit`
     there is no loop.
@@ -21,6 +21,7 @@ def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, 
     if not count:
         return totals
     if staged and not (isinstance(alive, bool) or static):
+        alive = alive[:count]
         order = jnp.argsort(jnp.logical_not(alive), stable=True)
         return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from optax_accum._core import dtypes
 from optax_accum._core.folds import SUM
-from optax_accum._core.leaves import by_path, is_inexact, parted
+from optax_accum._core.leaves import by_path
 from optax_accum._loss.meter import Meter
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.program import Equation, Number, Value
@@ -91,7 +92,7 @@ def measured(
     sums = [one.of for one in found if one is not None]
     loops = [loop for loop in program.levels.loops if set(sums) <= loop.sums.keys()]
     if not loops:
-        named = [f"argnums{path}" for path, leaf in by_path(params) if is_inexact(leaf)]
+        named = [f"argnums{path}" for path, _ in by_path(params)]
         ready = sums_of(program.levels)
         missing = [name for name, one in zip(named, found, strict=True) if one and one.of not in ready] or named
         meter.refuse(
@@ -115,7 +116,8 @@ def measured(
         weight = jnp.sum(units.indices(index) < units.count) * units.block
         weight = weight.astype(dtypes.default_float())
         each = [square * (rows / jnp.maximum(weight, 1)) ** 2 for square in each]
-        return meter.sample(samples, meter.by_group(parted(params, is_inexact)[1](each)), weight, False)
+        groups = meter.by_group(jax.tree.unflatten(jax.tree.structure(params), each))
+        return meter.sample(samples, groups, weight, False)
 
     scalar = lambda: program.device.vary(jnp.zeros([], dtypes.default_float()))
     return asked, (meter.samples(params, scalar), sample)

@@ -21,8 +21,6 @@ from optax_accum._shared.draws import draws, hidden_draws
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
 
-Flags = tuple[Flag, Flag]  # for the full micro-batches, all or [k], and for the remainder
-
 
 class Alive(NamedTuple):
     """Which micro-batches are run.
@@ -35,8 +33,8 @@ class Alive(NamedTuple):
         here is left out of the sums.
     """
 
-    local: Flags
-    anywhere: Flags
+    local: Flag  # all, or [m], the remainder last
+    anywhere: Flag
     all_devices_run: bool = False
 
     @property
@@ -112,22 +110,19 @@ class MicroBatches:
         def run_iteration(index: Any, done: Done) -> Done:
             if not alive.differ:
                 return run(index, done)
-            local = self.at(index, alive.local)
+            local = flag_at(alive.local, index)
             if alive.all_devices_run:
                 sums, carry = run(index, done)
                 return selected(local, sums, done[0]), carry
             done = loops.if_alive(local, functools.partial(run, index), done, static=static)
             return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
-        start = self.device.vary(sums), self.call.carried
-        full, (alive_full, rest) = self.split.full, alive.anywhere
-        order = functools.partial(loops.add_alive, add=run_iteration, static=static)
-        done = order(full, alive_full, totals=start)
-        return loops.if_alive(rest, functools.partial(run_iteration, full), done, static=static)
-
-    def at(self, index: Index, flags: Flags) -> Flag:
-        full, rest = flags
-        return rest if self.split.is_rest(index) else full if isinstance(full, bool) else full[index]
+        start, full = (self.device.vary(sums), self.call.carried), self.split.full
+        done = loops.add_alive(full, alive.anywhere, run_iteration, start, static=static)
+        if not self.split.rest:
+            return done
+        last = flag_at(alive.anywhere, full)
+        return loops.if_alive(last, functools.partial(run_iteration, full), done, static=static)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """The same micro-batches, which raise `message` when they are differentiated through a `jit`."""
@@ -139,6 +134,10 @@ class MicroBatches:
     def _handed_on(self, parts: LossParts) -> Tree:
         self.device.check_carry(parts.second)
         return dtypes.strong(parts.second)
+
+
+def flag_at(flags: Flag, index: Index) -> Flag:
+    return flags if isinstance(flags, bool) else flags[index]
 
 
 def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
@@ -163,62 +162,39 @@ def _in_step(call_fun: CallFun, device: Device, equations: Iterable[Any], call: 
 # How much each counts, known from the data before the first one runs
 
 
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """`w_i / sum(w)` of the full micro-batches ([k], or a number for all), and of the remainder ([])."""
-
-    full: Any
-    rest: Any
-    split: splitting.Split
-
-    def of(self, index: Index) -> Any:
-        if self.split.is_rest(index):
-            return self.rest
-        return self.full if isinstance(self.full, float) else self.full[index]
-
-
-def weigh(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, traced: Traced) -> tuple[Shares, Alive]:
-    """How micro-batches are weighed, and which of them run; `traced` is `fun` for one micro-batch."""
-    device = micro_batches.device
-    shares = _shares(micro_batches, weight_fn)
-    local = _live(shares.full), _live(shares.rest)
-    if weight_fn is not None:
-        local = device.agreed(traced, local)
+def weigh(
+    micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, traced: Traced
+) -> tuple[Callable[[Index], Any], Alive]:
+    """The share `w_i / sum(w)` of each micro-batch, and which of them run; `traced` is `fun` for one micro-batch."""
+    split, device = micro_batches.split, micro_batches.device
     together = device.runs_together(traced)
+    if weight_fn is None:
+        rows = split.rows * device.total(1)
+        return lambda index: (split.rest if split.is_rest(index) else split.size) / rows, Alive(True, True, together)
+    shares = _shares(micro_batches, weight_fn)
+    local = device.agreed(traced, shares != 0)
     alone = micro_batches.call.carry is None and not together
-    return shares, Alive(local, local if alone else device.any_of(local), together)
+    return shares.__getitem__, Alive(local, local if alone else device.any_of(local), together)
 
 
-def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -> Shares:
-    """The weights are added in the default float dtype, so that counts of tokens cannot overflow, and over the devices
+def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any]) -> jax.Array:
+    """The share of each micro-batch, [m]; 0 if the total is 0, and NaN, which shows, if it overflowed.
+
+    The weights are added in the default float dtype, so that counts of tokens cannot overflow, and over the devices
     that have parts of one batch.
     """
-    split, interleaved, total_of = micro_batches.split, micro_batches.interleaved, micro_batches.device.total
-    if weight_fn is None:
-        rows = split.rows * total_of(1)
-        return Shares(split.size / rows, split.rest / rows, split)
+    split, interleaved = micro_batches.split, micro_batches.interleaved
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
     weigh = lambda *rows: _weight(weight_fn(*rows))
     try:
-        weights = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
+        weights = jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
     if split.rest:
-        weights.append(_weight(weight_fn(*micro_batches.rest)))
-    total = total_of(sum(map(jnp.sum, weights)))
-    full, *rest = (_share(weight, total) for weight in weights)
-    return Shares(full, rest[0] if rest else 0.0, split)
-
-
-def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """`weight / total`: 0 if the total is 0, and NaN, which shows, if it overflowed."""
-    return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
-
-
-def _live(share: Any) -> Flag:
-    """Whether each micro-batch counts; the others are not run."""
-    return bool(share) if isinstance(share, float) else share != 0
+        weights = jnp.append(weights, _weight(weight_fn(*micro_batches.rest)))
+    total = micro_batches.device.total(jnp.sum(weights))
+    return jnp.where(jnp.isinf(total), jnp.nan, weights / jnp.where(total == 0, jnp.inf, total))
 
 
 def _weight(weight: Any) -> jax.Array:

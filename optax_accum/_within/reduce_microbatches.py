@@ -182,7 +182,7 @@ def _reduced(rules: _Rules, call: Call) -> Any:
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
     space = here(rules.devices)
     local, carry = space.run(run, call)
-    space.check_gradients(call[call.params], local)
+    space.check_shared(call[call.params], local)
     results = space.outputs(reductions.over_devices(rules.reduction, local), local)
     return rules.returns.joined(LossParts(results, carry))
 
@@ -202,7 +202,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
     device.check_nested(traced)
-    shares, alive = microbatches.weigh(micro_batches, rules.weight_fn, traced)
+    share, alive = microbatches.weigh(micro_batches, rules.weight_fn, traced)
     outputs = rules.outputs(traced.shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
@@ -210,7 +210,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     def add(totals: Tree, index: Index, call: Call) -> tuple[Tree, LossParts]:
         with jax.named_scope("optax_accum.micro_batch"):
             parts = micro_batches.call_fun(call)
-        return outputs.add(totals, parts.loss, index, shares.of(index)), parts
+        return outputs.add(totals, parts.loss, index, share(index)), parts
 
     totals, carry = micro_batches.in_order(add, outputs.start(), alive, static=static)
     return outputs.finish(totals), carry

@@ -12,9 +12,7 @@ from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Returns
 from optax_accum._shared.checks import as_function
-from optax_accum._space.devices import Devices, as_devices, refuse_shards
-from optax_accum._space.here import here
-from optax_accum._space.space import Space
+from optax_accum._space.devices import Devices, as_devices
 from optax_accum._within import splitting
 
 RECOMPUTED = 0.6  # of a forward pass, on an accelerator
@@ -40,14 +38,6 @@ class CallRules:
         if self.recompute is None:
             return 0.0 if jax.default_backend() == "cpu" else RECOMPUTED
         return self.recompute
-
-    def space(self, params: Tree) -> Space:
-        """Returns the devices, which can add up the gradients of these parameters."""
-        space = here(self.devices)
-        space.check_params(params)
-        space.check_shared(params)
-        refuse_shards(self.meter, params, self.devices.axes)
-        return space
 
 
 def as_rules(

@@ -14,6 +14,7 @@ from optax_accum._core import dtypes, tracing
 from optax_accum._core.types import Name
 from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
+from optax_accum._space.here import here_for
 from optax_accum._within import whole_batch
 from optax_accum._within.outputs import joined
 from optax_accum._within.rules import CallRules, as_rules
@@ -214,7 +215,7 @@ def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     again = tracing.is_again(list(call.arguments.values()))
     _check_batch(rules, call)
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
-    space = rules.space(call[call.params])
+    space = here_for(rules.devices, rules.meter, call[call.params])
     local, outputs = space.run(lambda device, call: whole_batch.differentiated(rules, device, call, again), call)
     value = joined(space, local.outputs, outputs)
     grads = space.reduced(local.grads)[0]

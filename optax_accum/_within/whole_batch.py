@@ -15,7 +15,7 @@ from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes
 from optax_accum._core.adding import Finish
 from optax_accum._core.folds import SUM
-from optax_accum._core.leaves import check_arrays, is_array, is_inexact, parted
+from optax_accum._core.leaves import check_arrays, is_array, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
 from optax_accum._rows.leveling import is_over_layers, size_of
@@ -134,22 +134,21 @@ def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tr
     has said it: a cotangent is a value like any other, 1 / sum(mask) of a masked mean, and a parameter's gradient is
     a sum over rows, added in the loop in which it arises.
     """
-    inexact, filled = parted(call[call.params], is_inexact)
 
-    def loss(inexact: list[Any]) -> tuple[jax.Array, Tree]:
-        outputs = call.with_values(call.params, filled(inexact)).apply(fun)
+    def loss(params: Tree) -> tuple[jax.Array, Tree]:
+        outputs = call.with_values(call.params, params).apply(fun)
         return rules.returns.taken_apart(outputs).loss, outputs
 
-    grads, outputs = jax.grad(loss, has_aux=True)(inexact)
-    return outputs, grads
+    grads, outputs = jax.grad(loss, has_aux=True)(call[call.params])
+    return outputs, jax.tree.leaves(grads)
 
 
 def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tuple[Local, Tree]:
     """The value and the gradient, by the program that computes both."""
     params = program.call[program.call.params]
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
-    wide_dtype = lambda leaf, name: is_inexact(leaf) and dtypes.accumulator_dtype(jnp.result_type(leaf), name)
-    sum_dtypes = [dtype for dtype in jax.tree.leaves(jax.tree.map(wide_dtype, params, named)) if dtype]
+    wide_dtype = lambda leaf, name: dtypes.accumulator_dtype(jnp.result_type(leaf), name)
+    sum_dtypes = jax.tree.leaves(jax.tree.map(wide_dtype, params, named))
     results = program.levels.program.outputs
     count = len(results) - len(sum_dtypes)
     outputs, gradient = results[:count], results[count:]
@@ -170,7 +169,7 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
     parts = [store.part(value).astype(dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     pairs = zip(parts, gradient, strict=True)
     parts = [ends[value](part) if value in ends and value not in hidden else part for part, value in pairs]
-    grads = dtypes.gradients_like(params, parts)
+    grads = jax.tree.unflatten(jax.tree.structure(params), parts)
     local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(program.units.count * program.units.block, dtypes.default_float())
     if not device.one_batch:
@@ -185,7 +184,6 @@ def _ending(
 
     A loop can finish a sum that nothing takes afterwards, while its products go on; others are finished after it.
     """
-    params = program.call[program.call.params]
     zeros = [jnp.zeros(value.aval.shape, dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     taken = {value for equation in program.levels.program.equations for value in equation.ins}
     hidden = sums_of(program.levels).intersection(gradient) - taken
@@ -193,11 +191,10 @@ def _ending(
     missing = None if 2 * sum(map(size_of, hidden)) >= sum(map(size_of, of_sums)) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard
-    ending = device.ending(dtypes.gradients_like(params, zeros), missing)
+    ending = device.ending(jax.tree.unflatten(jax.tree.structure(program.call[program.call.params]), zeros), missing)
     if ending is None:
         return None, {}, set()
-    finish = [end for end, leaf in zip(ending.finish, jax.tree.leaves(params), strict=True) if is_inexact(leaf)]
-    return ending, dict(zip(gradient, finish, strict=True)), hidden
+    return ending, dict(zip(gradient, ending.finish, strict=True)), hidden
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
@@ -261,11 +258,7 @@ def _differentiated(rules: CallRules, device: Device, call: Call, compute: Calla
         outputs = compute(call.with_values(call.params, params))
         return device.part(rules.returns.taken_apart(outputs).loss), outputs
 
-    grads, outputs = jax.grad(fun, has_aux=True, allow_int=True)(call[call.params])
+    grads, outputs = jax.grad(fun, has_aux=True)(call[call.params])
     named = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
-    return jax.tree.map(_widened, grads, named), outputs
-
-
-def _widened(grad: Any, named: Any) -> Any:
-    """The gradient in the dtype in which it is added over devices."""
-    return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
+    widened = lambda grad, name: grad.astype(dtypes.accumulator_dtype(grad.dtype, name))  # as devices add it
+    return jax.tree.map(widened, grads, named), outputs

@@ -117,12 +117,6 @@ def check_step_options(owner: str, options: Mapping[str, Any], own: Mapping[str,
         )
 
 
-def pair(out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"With has_aux=True fun must return (loss, aux): it returned {out!r}. Or leave out has_aux.")
-    return out
-
-
 def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a train step, with the axes and the partial sums of its optimizer."""
     window, own = find_window(opt_state), axes_of(tx)

@@ -153,17 +153,9 @@ def reduce_microbatches(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        call = roles.bind(args, kwargs)
-        module = Module(call, wrt, Device(devices.axes))
-        (result, moments), rest = module.apply(optax_accum.reduce_microbatches, _as_result, fun, options)
-        module.write(moments, rest, options)
-        return result
+        return Module(roles.bind(args, kwargs), wrt, Device(devices.axes)).reduce(fun, options)
 
     return run
-
-
-def _as_result(out: Any, moments: Any, rest: Any) -> Any:
-    return (out, moments), rest
 
 
 _OWN_OPTIONS = {

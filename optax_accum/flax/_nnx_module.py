@@ -12,6 +12,7 @@ from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Name, Tree
+from optax_accum._loss.parts import Returns
 from optax_accum._space.device import Device
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
@@ -43,7 +44,7 @@ class Module:
             if not is_partial:
                 return self.loss(fun, has_aux, (params, *state), arguments)
             out, moments, rest = self._micro_batch(fun, (params, *state), arguments)
-            loss, aux = _calls.pair(out) if has_aux else (out, None)
+            loss, aux = Returns(has_aux).taken_apart(out)
             return loss, (aux, (moments, rest))
 
         is_partial = _calls.devices_of(options).is_partial
@@ -54,7 +55,7 @@ class Module:
         loss, (aux, state) = value
         if is_partial:
             moments, rest = state
-            self.write(moments, _join_devices(rest, options), options)
+            self._write(moments, _join_devices(rest, options), options)
         else:
             nnx.update(self.model, *state)
         value = (loss, aux) if has_aux else loss
@@ -63,7 +64,7 @@ class Module:
     def loss(self, fun: Callable[..., Any], has_aux: bool, state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any]:
         """`(loss, (aux, state))`; the state is a pair: running statistics, and the rest."""
         out, (_, *state) = self._called(fun, state, arguments)
-        loss, aux = _calls.pair(out) if has_aux else (out, None)
+        loss, aux = Returns(has_aux).taken_apart(out)
         return loss, (aux, state)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
@@ -87,10 +88,8 @@ class Module:
             nnx.update(model, streams)
         return out, self.split(model)[1:]
 
-    def apply(
-        self, transform: Callable[..., Any], form: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]
-    ) -> Any:
-        """Transforms `fun`, as a function of arrays that returns `form(out, moments, rest)`, and calls the result."""
+    def reduce(self, fun: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """The result of the micro-batches, reduced; updates the model's state."""
         call, (by_position, by_keyword) = self.call, self._arguments()
         placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
         placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
@@ -98,9 +97,13 @@ class Module:
         def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
             *args, stats, rest = args_and_state
             arguments = {**dict(enumerate(args, start=1)), **kwargs}
-            return form(*self._micro_batch(fun, (params, stats, rest), arguments))
+            out, moments, rest = self._micro_batch(fun, (params, stats, rest), arguments)
+            return (out, moments), rest
 
-        return transform(pure, **{**options, **placed})(self.params, *by_position, self.stats, self.rest, **by_keyword)
+        run = optax_accum.reduce_microbatches(pure, **{**options, **placed})
+        (result, moments), rest = run(self.params, *by_position, self.stats, self.rest, **by_keyword)
+        self._write(moments, rest, options)
+        return result
 
     def _micro_batch(self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any, Any]:
         """Calls `fun` for one micro-batch; returns its result, the moments weighted by rows, and the carry."""
@@ -109,7 +112,7 @@ class Module:
         moments = batch_moments(nnx.to_pure_dict(new), old, self.momenta(old))
         return out, _window.weighted(moments, jnp.float32(count_rows(rows))), rest
 
-    def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
+    def _write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
         """Updates the module: statistics from the micro-batches' mean moments, all else from the last carry."""
         old, moments = nnx.to_pure_dict(self.stats), weighted_mean(_calls.over_devices(moments, options))
         nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))

@@ -11,6 +11,7 @@ from optax_accum._arguments.callables import as_weight_fn, check_called_with
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
+from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import as_ratio
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._calls import StepWeighing
@@ -79,7 +80,8 @@ def train_step(
 
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
         out = fun(model, batch)
-        loss, metrics = _calls.pair(out) if has_aux else (out, {})
+        loss, metrics = Returns(has_aux).taken_apart(out)
+        metrics = metrics if has_aux else {}
         measured(batch, loss, metrics, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), metrics)
 

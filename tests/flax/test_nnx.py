@@ -963,7 +963,7 @@ def test_a_train_step_takes_a_fun_of_two():
 @pytest.mark.parametrize(
     ("has_aux", "fun", "message"),
     [
-        (True, lambda loss: loss, r"With has_aux=True fun must return \(loss, aux\)"),
+        (True, lambda loss: loss, r"With has_aux, fun must return a pair, \(loss, aux\)"),
         (False, lambda loss: (loss, {}), "fun returned a tuple. Pass has_aux=True"),
     ],
 )
