@@ -25,7 +25,8 @@ class Denominator(NamedTuple):
       sums: the sums that it divides.
       makes: the reduction that makes it, if it is a sum.
       guard: the operation that keeps it from zero, or makes another number of it, if one does.
-      function: what divides as a function of the sum; None for the sum itself, or where only a guard is between them.
+      function: what divides, as a function of the sum; None for the sum itself, and for a guard that is not that of all
+        terms.
       hides: the operation that takes a number in place of a quotient by zero, if one does.
       lost: the sums that a micro-batch of which it is zero leaves out, though nothing shows that they are zero, too.
       inputs: the indices of the program's inputs on which it depends.
@@ -142,7 +143,8 @@ def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Ter
         if powers == frozenset([(ROWS, -1)]):
             return Denominator(ROWS, sums)
         cancels = sum(exponent for _, exponent in powers) == -1  # if two are the same, one is left, and whoever
-        return Reason(text, sums[0].place, True, unless_weighed=cancels)  # passes a weight says that they are
+        is_test = any(analysis.function([each]).is_constant for each in numbers)  # whether a count is not 0, say
+        return Reason(text, sums[0].place, not is_test, unless_weighed=cancels)  # passes a weight says that they are
     function = analysis.function(numbers)
     (of_count,) = analysis.form(count := function.count).terms
     if function.is_constant:  # S / maximum(c, 1) * c

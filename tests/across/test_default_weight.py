@@ -133,6 +133,7 @@ FUNCTIONS = {  # of the count, 7, and of those of micro-batches
     "inverse": lambda count: 1 / jax.lax.rsqrt(count + 1),
     "softplus": lambda count: jax.nn.softplus(count - 1),
     "branch": lambda count: jax.lax.cond(count > 2, lambda: 2 * count, lambda: count + 2),
+    "test": lambda count: jnp.maximum(count, 1) * (2 - (count > 0)),
     "largest": lambda count: jnp.max(jnp.stack([count, jnp.sqrt(count), jnp.float32(3)])),
     "close": lambda count: jnp.where(jnp.isclose(count, 0), 1, count),
 }
