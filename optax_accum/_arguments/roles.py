@@ -212,9 +212,12 @@ def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
     taken: dict[Name, str] = {}
     for role, name, argument in named:
         if other := taken.get(argument):
+            by_batch = role == "batch_argnums" and other.startswith("argnums")
             raise ValueError(
                 f"An argument has one role: {other} and {role}={name!r} name the same one. Pass keys, carries, "
                 "parameters and batches as arguments of their own."
+                + by_batch
+                * " For a gradient by the batch, differentiate optax_accum.microbatched(loss, k)."
             )
         taken[argument] = f"{role}={name!r}"
 
@@ -225,7 +228,7 @@ def _check_batch(name: Name, batch: Tree, and_name_it: str) -> None:
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             remedy = f"Pass it as an argument of its own{and_name_it}" if path else "Name the batch by batch_argnums"
             raise TypeError(
-                f"A key in a batch argument would be the same for every micro-batch: argument {name!r}{path}. {remedy}."
+                f"A key in a batch argument is one for all rows, and is not split: argument {name!r}{path}. {remedy}."
             )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):

@@ -11,7 +11,6 @@ import numpy as np
 
 from optax_accum._arguments import checks, results
 from optax_accum._core import arithmetic, dtypes, tracing
-from optax_accum._core.types import Tree
 
 _CONSTANT = (
     "The count of a Ratio must not depend on the parameters in a way that has a derivative: sums of gradients alone "
@@ -227,10 +226,6 @@ def reciprocal(count: jax.Array) -> jax.Array:
     return jnp.where(is_empty | arithmetic.divides(count), factor, nan)
 
 
-def divided(totals: Tree, count: jax.Array) -> Tree:
-    """Sums divided by a count, [] or with one for each row of leaves [d, ...]; zeros where it is 0.
-
-    One product with the reciprocal: a division, or a select, would not fuse into the optimizer.
-    """
-    factor = reciprocal(count)
-    return jax.tree.map(lambda leaf: arithmetic.scaled(leaf, factor, leaf.dtype), totals)
+def divided(total: jax.Array, count: jax.Array) -> jax.Array:
+    """A sum divided by a count, or 0 where that is 0: one product, which fuses into the optimizer as no select does."""
+    return arithmetic.scaled(total, reciprocal(count), total.dtype)

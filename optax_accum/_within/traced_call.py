@@ -146,6 +146,7 @@ def type_of(leaf: Any, times: float = 1) -> Any:
 _TWICE = "A loss is traced for n rows and for 2n rows, to find the axes that hold rows."
 _REMEDY = (
     "It raises for 2n rows. Write it for any number of rows: take sizes from the batch (x.shape[0], -1), not from a "
-    "constant. Or take jax.value_and_grad: a loss of one number of rows has no micro-batches."
+    "constant. Pass an array that has no rows, but by chance as many entries, as an argument of its own. Or take "
+    "jax.value_and_grad: a loss of one number of rows has no micro-batches."
 )
 _AT_ONCE = "All rows run at once: the numbers are right, and no memory is saved."

@@ -392,7 +392,7 @@ def loss_with(value):
         (MEAN, {}, jnp.ones(0), ValueError, r"must have rows.*shape\[0\]=0"),
         (MEAN, {}, 3.0, ValueError, "must have a leaf with rows"),
         (MEAN, {}, (X, jax.random.key(0)), TypeError, "key in a batch argument.*as an argument of its own"),
-        (MEAN, {"batch_argnums": 0}, X, ValueError, "argnums=0 and batch_argnums=0 name the same one"),
+        (MEAN, {"batch_argnums": 0}, X, ValueError, "argnums=0 and batch_argnums=0 name the same one.*microbatched"),
         (loss_with(lambda m, x: x), {}, X, TypeError, r"real scalar loss.*float32\[6\]"),
         (loss_with(lambda m, x: (m, m)), {}, X, TypeError, "real scalar loss, or a dict"),
         (loss_with(lambda m, x: m), {"has_aux": True}, X, TypeError, r"must return a pair, \(loss, aux\)"),
