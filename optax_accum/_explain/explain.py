@@ -102,14 +102,13 @@ def explain(
       * A mean over rows: the number of rows.
       * A masked mean: the sum of the mask, also where the mask is divided
         before the product, or both sums are means.
-      * A denominator that is kept from zero by `maximum(sum, 1)`, by
-        `where(sum > 0, ...)`, or by a number of at most 0.001 that is
-        added: the sum itself. Steps that read their loss multiply by what
-        it divides by (`grad_weight`), so that a micro-batch whose sum is 0,
-        or 0.5 under `maximum(sum, 1)`, adds what it adds in the whole
+      * A denominator that one sum decides, `maximum(sum, 1)`, `sum + 1e-6`,
+        `sqrt(sum)`: the sum itself. Steps that read their loss multiply by
+        what it divides by (`grad_weight`), so that a micro-batch whose sum
+        is 0, or 0.5 under `maximum(sum, 1)`, adds what it adds in the whole
         batch; a quotient that is 0 where the sum is 0 adds nothing there.
-        As a `weight_fn` it is exact where that sum is at least the number,
-        or is 0 and so is the loss.
+        Beside another term, and as a `weight_fn`, it is exact where the
+        denominator is the sum (1 and more), or the sum is 0, and the loss.
       * A sum over rows that nothing divides: 1, and `reduction` is "sum".
         Beside a term that takes no rows: none, for that term would count in
         every call.

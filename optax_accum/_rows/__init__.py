@@ -32,7 +32,8 @@ What two traces do not tell is not divided: where they differ (`pairing`) the eq
 mutable arrays, or where a loss looks at values, all rows run at once (`_within/traced_call.py`).
 
 `registry` has a row for each primitive, `primitives` JAX's own, `locality` programs inside equations. `leveling`
-decides kinds and divides a program into loops (`levels`). `denominators` tells what its sums over rows are divided by.
+decides kinds and divides a program into loops (`levels`). `denominators` tells what its sums over rows are divided by:
+a count, or a function of one (`functions`).
 """
 
 from optax_accum._rows import equinox as equinox
