@@ -34,20 +34,20 @@ class Function:
     ):
         """`samples`: what the count may be; `repeats`: the earlier value that a value repeats, or casts."""
         self.count, self.powers, self.samples = count, tuple(powers), samples
-        self.made_by, self.repeats = made_by, repeats
-        self.equations: dict[Equation, None] = {}  # that make the numbers from the count, in order
+        original, found = (lambda value: repeats.get(value, value)), dict[Equation, None]()
+
+        def find(value: Value) -> None:
+            made = made_by.get(value) or made_by.get(original(value))
+            if made is not None and made not in found and original(value) is not count:
+                for operand in made.ins:
+                    find(operand)
+                found[made] = None
+
         for value, _ in powers:
-            self._find(value)
-
-    def _original(self, value: Value) -> Value:
-        return self.repeats.get(value, value)
-
-    def _find(self, value: Value) -> None:
-        made = self.made_by.get(value) or self.made_by.get(self._original(value))
-        if made is not None and made not in self.equations and self._original(value) is not self.count:
-            for operand in made.ins:
-                self._find(operand)
-            self.equations[made] = None
+            find(value)
+        self.equations = tuple(found)  # that make the numbers from the count, in order; the program is not kept
+        taken = [*dict(powers), *(value for each in found for value in each.ins)]
+        self.originals = {value: original(value) for value in taken}
 
     def __call__(self, counts: jax.Array) -> jax.Array:
         """The function of a count, or of each of several."""
@@ -59,7 +59,7 @@ class Function:
         def read(value: Value) -> Any:
             if isinstance(value, Constant | Number):
                 return value.array
-            original = self._original(value)
+            original = self.originals[value]
             if original is self.count:
                 return jnp.broadcast_to(jnp.reshape(count, ()), value.aval.shape).astype(value.aval.dtype)
             return found[value] if value in found else found[original]
