@@ -211,7 +211,8 @@ class FormAnalysis:
         """
         taken = [value for value in equation.ins if not self.is_fixed(value)]
         count, *others = {self.count_under(value) for value in taken} or [None]
-        if count is None or others or collective_axes(equation.single):
+        has_rows = any(value.axis is not None for value in equation.outs)
+        if count is None or others or has_rows or not equation.outs or collective_axes(equation.single):
             return form
         result, *more = equation.outs
         self.count_of.update(dict.fromkeys(equation.outs, count))

@@ -278,6 +278,14 @@ def siglip(p, b):
     return -jnp.sum(jax.nn.log_sigmoid(each * s)) / k
 
 
+@exact
+def count_shown(p, b):
+    """A count that is printed, and none of whose operations has a result."""
+    count = b["m"].sum()
+    jax.debug.callback(lambda count: None, count)
+    return (per(p, b) * b["m"]).sum() / jnp.maximum(count, 1)
+
+
 @not_exact
 def number_added(p, b):
     """Beside another term; it was called exact, and was off by 5e-4 / sum(m)."""
@@ -587,6 +595,13 @@ def centred_if_large(p, b):
     """It was called exact: the trace for twice as many rows only has more equations."""
     out = net(p, b["x"]) @ p["v"]
     return jnp.mean((out - (out.mean() if len(out) > ROWS else 0) - b["y"]) ** 2)
+
+
+@cannot_be_read
+def hidden_row_by_row(p, b):
+    """A test of a count that each row has."""
+    count = b["m"].sum()
+    return jnp.sum(jnp.where(jnp.full(b["m"].shape, count) > 0, per(p, b) * b["m"] / count, 0))
 
 
 @cannot_be_read
