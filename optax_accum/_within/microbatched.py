@@ -4,11 +4,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from optax_accum._arguments import callables
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Name, Tree
 from optax_accum._shared.checks import as_function
 from optax_accum._space.device import Device
@@ -151,12 +148,7 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
         return None, on_device(call).apply(fun)
     if device.is_alone and traced.units.microbatches == 1:
         return None, on_device(call).apply(fun)
-    values = _arrays(call.with_values((*others, *call.batch), (*wide, *traced.call[call.batch])))
+    call = call.with_values((*others, *call.batch), (*wide, *traced.call[call.batch]))
+    values = shared.arrays_of(list(call.arguments.values()))
     outputs = traced.returned(by_level.evaluate(traced.levels, traced.units, traced.device, values))
     return placed(device, traced, outputs)
-
-
-def _arrays(call: Call) -> list[Any]:
-    """The arrays of a call, in the order in which its trace takes them; a narrow one may be widened."""
-    leaves = jax.tree.leaves(list(call.arguments.values()), is_leaf=shared.is_widened)
-    return [leaf for leaf in leaves if is_array(leaf) or shared.is_widened(leaf)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import compilers, convolutions, dtypes, tracing
+from optax_accum._core import compilers, convolutions, dtypes, evaluation, tracing
 from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Tree
 
@@ -43,6 +43,28 @@ def narrowed(tree: Tree) -> Tree:
 
 def is_widened(node: Any) -> bool:
     return isinstance(node, Widened)
+
+
+def variable(leaf: jax.Array) -> jax.Array:
+    """What to differentiate by in place of a leaf, for `at` to put in: of a narrow one, zeros in float32."""
+    if not dtypes.is_narrow(leaf.dtype):
+        return leaf
+    zeros = jnp.zeros_like(leaf, dtype=dtypes.accumulator_dtype(leaf.dtype, None))
+    return evaluation.varying_together([zeros, leaf])[0]
+
+
+def at(leaf: jax.Array, variable: jax.Array) -> Any:
+    """A leaf whose gradient goes to its variable."""
+    if not dtypes.is_narrow(leaf.dtype):
+        return variable
+    narrow, zeros = _widen(identity, leaf)
+    return Widened(narrow, zeros + variable)
+
+
+def arrays_of(tree: Tree) -> list[Any]:
+    """The arrays of a tree, in order; a narrow one may be widened."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_widened)
+    return [leaf for leaf in leaves if is_array(leaf) or is_widened(leaf)]
 
 
 def followed(fun: Callable[[Any], Any], node: Widened) -> Any:

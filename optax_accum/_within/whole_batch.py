@@ -15,7 +15,7 @@ from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes
 from optax_accum._core.adding import Finish
 from optax_accum._core.folds import SUM
-from optax_accum._core.leaves import check_arrays, is_array, parted
+from optax_accum._core.leaves import check_arrays
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
 from optax_accum._rows.leveling import is_over_layers, size_of
@@ -24,7 +24,7 @@ from optax_accum._rows.places import place_of
 from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending
-from optax_accum._within import by_level
+from optax_accum._within import by_level, shared
 from optax_accum._within.fold import NOTHING, Result
 from optax_accum._within.measured import measured, sums_of, takes_a_sum
 from optax_accum._within.outputs import check_alike, placed
@@ -198,7 +198,8 @@ def _ending(
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
-    grads, outputs = _differentiated(rules, device, on_device(call), lambda call: call.apply(fun))
+    apply = lambda call: call.with_values(call.params, shared.narrowed(call[call.params])).apply(fun)
+    grads, outputs = _differentiated(rules, device, on_device(call), apply)
     device.check_axes(jax.tree.leaves(outputs))
     return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
 
@@ -231,7 +232,7 @@ def _run_function(rules: CallRules, device: Device, call: Call, loss: TracedCall
     names = tuple(call.arguments)
 
     def compute(call: Call) -> Any:
-        arrays, _ = parted(call[names], is_array)
+        arrays = shared.arrays_of(call[names])
         return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, arrays))
 
     grads, outputs = _differentiated(rules, loss.device, call.with_values(names, loss.call[names]), compute)
@@ -252,13 +253,14 @@ def _check_own_rows(device: Device, loss: TracedCall) -> None:
 
 
 def _differentiated(rules: CallRules, device: Device, call: Call, compute: Callable[[Call], Any]) -> tuple[Tree, Any]:
-    """One device's part of the gradient, by `jax.grad`, and the result of `compute`."""
+    """One device's part of the gradient, by `jax.grad`, and the result of `compute`; narrow parameters are widened."""
+    params = call[call.params]
 
-    def fun(params: Tree) -> Any:
-        outputs = compute(call.with_values(call.params, params))
+    def fun(variables: Tree) -> Any:
+        outputs = compute(call.with_values(call.params, jax.tree.map(shared.at, params, variables)))
         return device.part(rules.returns.taken_apart(outputs).loss), outputs
 
-    grads, outputs = jax.grad(fun, has_aux=True)(call[call.params])
-    named = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
+    grads, outputs = jax.grad(fun, has_aux=True)(jax.tree.map(shared.variable, params))
+    named = dtypes.named_dtypes(rules.accumulator_dtype, params)
     widened = lambda grad, name: grad.astype(dtypes.accumulator_dtype(grad.dtype, name))  # as devices add it
     return jax.tree.map(widened, grads, named), outputs

@@ -115,6 +115,19 @@ def test_dtypes(dtype):
     np.testing.assert_allclose(grads.astype(wide), whole.astype(wide), rtol=float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("devices", [None, *sweep(["data"])])
+@pytest.mark.parametrize("run", [lambda grad: grad, *sweep([jax.jit])], ids=["eager", "jit"])
+def test_a_gradient_that_is_asked_for_in_float32_is_never_rounded_to_bfloat16(run, devices):
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(64, 16)), jnp.float32), jnp.asarray(rng.normal(size=64), jnp.float32)
+    w = jnp.asarray(rng.normal(size=16), jnp.bfloat16)
+    loss = lambda w, x, y: jnp.mean((x @ w.astype(jnp.float32) - y) ** 2)
+    options = {"batch_argnums": (1, 2), "accumulator_dtype": jnp.float32, "devices": devices}
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        got = run(optax_accum.value_and_grad(loss, 4, **options))(w, x, y)[1]
+    chex.assert_trees_all_close(got, jax.grad(loss)(w.astype(jnp.float32), x, y), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("run", [*sweep([lambda grad: grad]), jax.jit], ids=["eager", "jit"])
 def test_a_nan_in_one_micro_batch_shows(run):
     x = BATCH[0].at[5].set(jnp.nan)
