@@ -257,7 +257,7 @@ def find_state(state: Tree) -> AccumulationState:
         raise ValueError(
             f"The optimizer state must hold exactly one AccumulationState: {type(state).__name__} "
             f"holds {len(windows)}. "
-            + ("Pass the one that is meant." if windows else "Pass the state of an `accumulate_gradients`.")
+            + ("Pass the one that is meant." if windows else "Wrap the optimizer in accumulate_gradients.")
         )
     return unwrapped(windows[0])
 

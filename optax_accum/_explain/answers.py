@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Roles
@@ -20,8 +21,10 @@ from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import as_ratio, check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
+from optax_accum._rows.levels import Levels
 from optax_accum._rows.places import Place, place_of
-from optax_accum._rows.program import Program
+from optax_accum._rows.program import Constant, Program
+from optax_accum._shared.draws import draws_of
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced_call import TracedCall, trace_call, type_of
 
@@ -134,16 +137,18 @@ class Answer(NamedTuple):
       program: the program of rows.
       terms: what divides the loss, or each of its terms; None for a `Ratio` that may add up.
       spoken_to: what it takes from other devices, so that their micro-batches do not count each by itself.
+      drawn: where each micro-batch draws the same random numbers for its rows.
     """
 
     subject: Subject
     program: Program
     terms: Terms
     spoken_to: Sequence[Reason]
+    drawn: Sequence[Reason]
 
     @property
     def reasons(self) -> list[Reason]:
-        return [reason for term in (self.terms or {}).values() for reason in term.reasons]
+        return [*self.drawn, *(reason for term in (self.terms or {}).values() for reason in term.reasons)]
 
     @property
     def denominators(self) -> list[Denominator]:
@@ -208,11 +213,31 @@ def answer_of(
     found: TracedCall,
     terms: Callable[[Subject, TracedCall], Terms] = terms_of,
     axes: Axes = (),
+    *,
+    eager: bool = False,
 ) -> Answer:
-    """Returns what a traced loss says; `axes` are the devices', of which a micro-batch of each counts by itself."""
+    """Returns what a traced loss says.
+
+    `axes` are the devices', of which a micro-batch of each counts by itself. `eager`: outside `jit`, where another call
+    may close over other arrays: another key, say.
+    """
     along = [each for each in found.traced.collectives if {*axes} & {*collective_axes(each)}]
     spoken_to = [Reason(f"{each.primitive.name} of the other devices of {axes}", place_of(each)) for each in along]
-    return Answer(subject, found.levels.program, terms(subject, found), spoken_to)
+    return Answer(subject, found.levels.program, terms(subject, found), spoken_to, _drawn_alike(found.levels, eager))
+
+
+def _drawn_alike(levels: Levels, eager: bool) -> list[Reason]:
+    """Where numbers for each row are drawn from a key that is the same in each call: micro-batches all get the same."""
+    changes, reasons = set(levels.program.inputs), list[Reason]()
+    closed_over = lambda value: isinstance(value, Constant) and (eager or isinstance(value.array, Tracer))
+    for equation in levels.kinds:
+        depends = [value in changes or closed_over(value) for value in equation.ins]
+        shapes, after = draws_of(equation.single, depends)
+        if shapes != draws_of(equation.double, depends)[0]:
+            text = "numbers for each row are drawn from a key that is the same in each call (make it an argument)"
+            reasons.append(Reason(text, equation.place, is_certain=True))
+        changes.update(value for value, changed in zip(equation.outs, after, strict=True) if changed)
+    return reasons
 
 
 def weight_fn(subject: Subject) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
-from optax_accum._core import messages
+from optax_accum._core import messages, tracing
 from optax_accum._core.types import Axes
 from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, differs_along, repeated, terms_of, typed
 from optax_accum._explain.explanation import BY_ITSELF, LOST, WITHIN, lost_where
@@ -78,7 +78,8 @@ class Weigher:
         types = {name: typed(argument) for name, argument in call.arguments.items()}
         along = differs_along(list(call.arguments.values()))
         subject = Subject(self.fun, self.roles, types, self.has_aux, along)
-        return subject.ask(lambda found: answer_of(subject, found, terms, self.axes), integers=True)
+        eager = not tracing.is_staged()
+        return subject.ask(lambda found: answer_of(subject, found, terms, self.axes, eager=eager), integers=True)
 
     def _read(self, call: Call) -> Answer | None:
         try:

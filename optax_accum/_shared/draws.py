@@ -22,18 +22,24 @@ def draws(program: Any, of_arguments: Sequence[bool], of_constants: Sequence[boo
     known |= {id(var) for var, depends in zip(program.constvars, of_constants, strict=False) if depends}
     shapes: Shapes = []
     for equation in program.eqns:
-        depends = [id(var) in known for var in equation.invars]
-        outputs = [any(depends)] * len(equation.outvars)
-        if equation.primitive.name == "random_bits" and not any(depends):
-            shapes.append(equation.outvars[0].aval.shape)
-        for inner in inner_programs(equation):
-            loops = equation.primitive.name in LOOPS
-            hidden, after = _around(inner, _last(depends, inner)) if loops else draws(inner, _last(depends, inner))
-            shapes += hidden
-            if not loops and len(after) == len(outputs):
-                outputs = after
+        hidden, outputs = draws_of(equation, [id(var) in known for var in equation.invars])
+        shapes += hidden
         known |= {id(var) for var, depends in zip(equation.outvars, outputs, strict=True) if depends}
     return shapes, [id(var) in known for var in program.outvars]
+
+
+def draws_of(equation: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
+    """`draws` of one equation, and of the programs inside it; `depends`: which operands do, on the arguments."""
+    outputs, shapes = [any(depends)] * len(equation.outvars), Shapes()
+    if equation.primitive.name == "random_bits" and not any(depends):
+        shapes.append(equation.outvars[0].aval.shape)
+    for inner in inner_programs(equation):
+        loops = equation.primitive.name in LOOPS
+        hidden, after = _around(inner, _last(depends, inner)) if loops else draws(inner, _last(depends, inner))
+        shapes += hidden
+        if not loops and len(after) == len(outputs):
+            outputs = after
+    return shapes, outputs
 
 
 def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
