@@ -156,7 +156,7 @@ def test_which_mechanism_to_take_is_said_in_the_same_words():
     said = [
         " ".join(page.split()) for page in (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in BEGIN))
     ]
-    choices = [re.search(r"\* \*\*Within a call\*\*.*?if micro-batches differ\.", text)[0] for text in said]
+    choices = [re.search(r"\* \*\*Within a call\*\*.*?if numbers of tokens or rows differ\.", text)[0] for text in said]
     assert len(set(choices)) == 1
 
 
