@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
-from optax_accum._core import arithmetic, compilers
+from optax_accum._core import arithmetic, compilers, convolutions
 from optax_accum._core.folds import MAX, MIN, SUM, Fold
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced
@@ -185,14 +185,17 @@ class Device:
         """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
         return bool(self.axes) and not self.communicates(loss) and mapped.may_wait_for_all(loss)
 
-    def in_step(
-        self, fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree]
-    ) -> Callable[..., Any]:
+    def in_step(self, fun: Callable[..., Any], equations: Sequence[Any], differ: Tree) -> Callable[..., Any]:
         """`fun`, whose loops and branches all devices run together where one may have to wait for others.
 
-        `equations` come from a trace of `fun`, if there is one; `differ(*args)` says which leaves a device has alone.
+        `equations` come from a trace of `fun`; `differ`, a prefix of the tree of its arguments, says which leaves a
+        device has alone.
         """
         return together(fun, equations, differ, self.alike)
+
+    def in_loop(self, fun: Callable[..., Any], equations: Sequence[Any], differ: Tree) -> Callable[..., Any]:
+        """`in_step` for a function that a loop or a branch runs: its convolutions are fast on a CPU there, too."""
+        return convolutions.fast_in_loops(self.in_step(fun, equations, differ), equations)
 
     def any_of(self, flags: Tree) -> Tree:
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0

@@ -24,23 +24,19 @@ from optax_accum._space.course import Course, may_be_decided, may_differ
 Values = Sequence[Any]
 
 
-def together(
-    fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree], axes: Axes
-) -> Callable[..., Any]:
+def together(fun: Callable[..., Any], equations: Iterable[Any], differ: Tree, axes: Axes) -> Callable[..., Any]:
     """`fun`, whose loops and branches all devices run together; `fun` itself where no device has to wait.
 
-    `equations` come from a trace of `fun`, if there is one. `differ(*args)` says which leaves differ along the `axes`;
-    for other axes of a `jax.shard_map` types do.
+    `equations` come from a trace of `fun`. `differ`, a prefix of the tree of its arguments, says which leaves differ
+    along the `axes`; for other axes of a `jax.shard_map` types do.
     """
     manual = meshes.manual_axes()
-    if not manual or not meshes.partitioned_axes():
-        return fun
-    if equations is not None and not any(map(may_be_decided, equations)):
+    if not manual or not meshes.partitioned_axes() or not any(map(may_be_decided, equations)):
         return fun
     others = tuple(axis for axis in manual if axis not in axes)
 
     def flags_of(args: Any) -> list[bool]:
-        along_axes = jax.tree.leaves(differ(*args)) if axes else [False] * len(jax.tree.leaves(args))
+        along_axes = jax.tree.leaves(jax.tree.broadcast(differ if axes else False, args))
         pairs = zip(along_axes, jax.tree.leaves(args), strict=True)
         return [flag or may_differ(leaf, others) for flag, leaf in pairs if is_array(leaf)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, convolutions, evaluation
+from optax_accum._core import compilers, evaluation
 from optax_accum._core.folds import SUM
 from optax_accum._rows import derivatives, layers, resized
 from optax_accum._rows.division import ADDS
@@ -78,7 +78,7 @@ def run_whole(equation: Equation, levels: Levels, store: Store) -> None:
 
 def _in_step(equation: Equation, run: Any, device: Device, values: list[Any]) -> list[Any]:
     """Evaluates an equation of this device's rows; all devices run its loops and branches together."""
-    differ = lambda values: [value.axis is not None for value in equation.ins]
+    differ = ([value.axis is not None for value in equation.ins],)
     return device.in_step(run, [equation.single], differ)(values)
 
 
@@ -180,12 +180,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         evaluate_some(loop.equations, levels, units, env, units.indices(index))
         return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
-    def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
-        constants, interleaved = given
-        return (_each(False, constants), _each(True, interleaved)), _each(False, wide), False, _each(True, rows)
-
-    equations = [equation.single for equation in loop.equations]
-    part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
+    differ = (False, True), False, False, True  # of given, wide, index, rows: each device has its own rows
+    part = store.device.in_loop(part, [equation.single for equation in loop.equations], differ)
     given, xs = (constants, interleaved), [store.split(value) for value in kept_rows]
     if levels.differentiable:  # JAX differentiates a scan that stacks parts; else they are added in place, in the carry
         iteration = loops.recomputed(part, list(store.values.values()))
@@ -222,10 +218,6 @@ def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
     if equation.name.startswith("scatter"):
         total = total + store.whole(equation.ins[0])
     return total.astype(equation.outs[0].aval.dtype)
-
-
-def _each(flag: bool, tree: Any) -> Any:
-    return jax.tree.map(lambda _: flag, tree)
 
 
 # Loops over layers whose bodies take rows together

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks, results
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import is_split
-from optax_accum._core import convolutions, dtypes, tracing
+from optax_accum._core import dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
@@ -84,13 +84,12 @@ class MicroBatches:
         results.check_carry(self.call.carried, loss.shapes.second)
         return loss
 
-    def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
-        """Makes convolutions on a CPU as fast in a loop as outside; `loss` is the trace of one micro-batch.
-
-        All devices run its loops and branches together, where one may have to wait for another.
-        """
-        call_fun = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
-        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(call_fun, loss.jaxpr.eqns))
+    def in_loop(self, loss: Traced) -> "MicroBatches":
+        """The same for a loop, see `Device.in_loop`; `loss` is the trace of one micro-batch."""
+        names, own = tuple(self.call.arguments), {*self.call.batch, self.call.rng}  # its rows, and its key
+        run = lambda *values: self.call_fun(self.call.with_values(names, values))
+        run = self.device.in_loop(run, loss.jaxpr.eqns, tuple(name in own for name in names))
+        return dataclasses.replace(self, call_fun=lambda call: run(*call[names]))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
         """Runs `sums, parts = add(sums, index, call)` for the micro-batches that are alive, the remainder last.
@@ -146,17 +145,6 @@ def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.S
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
     return MicroBatches(call_fun, device, call, split, splitting.interleaved(split, batches), rest)
-
-
-def _in_step(call_fun: CallFun, device: Device, equations: Iterable[Any], call: Call) -> LossParts:
-    names, own = tuple(call.arguments), {*call.batch, call.rng}
-    run = lambda *values: call_fun(call.with_values(names, values))
-
-    def differ(*values: Any) -> Tree:
-        """Each device has its own rows, and its own key."""
-        return [jax.tree.map(lambda _: name in own, value) for name, value in zip(names, values, strict=True)]  # noqa: B023
-
-    return device.in_step(run, equations, differ)(*call[names])
 
 
 # How much each counts, known from the data before the first one runs

@@ -198,7 +198,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     closure = shared.Closure(values)
     if closure.widen(traced.program.consts):
         micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, call_fun))
-    micro_batches = micro_batches.with_fast_convolutions(traced)
+    micro_batches = micro_batches.in_loop(traced)
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
     device.check_nested(traced)
