@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks, results
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import is_split
-from optax_accum._core import dtypes, tracing
-from optax_accum._core.flags import negated, selected
+from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core.flags import known, negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.parts import LossParts
 from optax_accum._shared.draws import draws, hidden_draws
 from optax_accum._space.device import Device
-from optax_accum._within import loops, splitting
+from optax_accum._within import splitting
 
 
 class Alive(NamedTuple):
@@ -113,15 +113,15 @@ class MicroBatches:
             if alive.all_devices_run:
                 sums, carry = run(index, done)
                 return selected(local, sums, done[0]), carry
-            done = loops.if_alive(local, functools.partial(run, index), done, static=static)
-            return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
+            done = _if_alive(local, functools.partial(run, index), done, static=static)
+            return _if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
         start, full = (self.device.vary(sums), self.call.carried), self.split.full
-        done = loops.add_alive(full, alive.anywhere, run_iteration, start, static=static)
+        done = _in_loop(full, alive.anywhere, run_iteration, start, static=static)
         if not self.split.rest:
             return done
         last = flag_at(alive.anywhere, full)
-        return loops.if_alive(last, functools.partial(run_iteration, full), done, static=static)
+        return _if_alive(last, functools.partial(run_iteration, full), done, static=static)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """The same micro-batches, which raise `message` when they are differentiated through a `jit`."""
@@ -137,6 +137,40 @@ class MicroBatches:
 
 def flag_at(flags: Flag, index: Index) -> Flag:
     return flags if isinstance(flags, bool) else flags[index]
+
+
+def _in_loop(count: int, alive: Flag, run: Callable[..., Done], done: Done, *, static: bool) -> Done:
+    """Runs the first `count` micro-batches, those that are `alive`, in order.
+
+    Their number may be traced; a `static` loop runs all iterations, and JAX can differentiate it again. Outside `jit`
+    there is no loop.
+    """
+    staged = tracing.is_staged()
+    if not count:
+        return done
+    if staged and not (isinstance(alive, bool) or static):
+        alive = alive[:count]
+        order = jnp.argsort(jnp.logical_not(alive), stable=True)
+        return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, done: run(order[step], done), done)
+
+    def iteration(index: Any, done: Done) -> Done:
+        return _if_alive(flag_at(alive, index), functools.partial(run, index), done, static=static)
+
+    if staged and count > 1:
+        return jax.lax.fori_loop(0, count, iteration, done)
+    for index in range(count):
+        done = iteration(index, done)
+    return done
+
+
+def _if_alive(alive: Flag, run: Callable[[Done], Done], done: Done, *, static: bool) -> Done:
+    """Runs one micro-batch if it is alive: in a branch, or where none can be, in a loop of at most one iteration."""
+    alive = known(alive)
+    if isinstance(alive, bool):
+        return run(done) if alive else done
+    if static:
+        return compilers.branch(alive, lambda: run(done), lambda: done)
+    return jax.lax.fori_loop(0, alive.astype(int), lambda _, done: run(done), done)
 
 
 def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
