@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments import checks, results
+from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import is_split
 from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._core.flags import known, negated, selected
-from optax_accum._core.leaves import check_arrays
+from optax_accum._core.leaves import by_path, check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.parts import LossParts
+from optax_accum._shared.arrays import short
 from optax_accum._shared.draws import draws, hidden_draws
 from optax_accum._space.device import Device
 from optax_accum._within import splitting
@@ -81,7 +82,7 @@ class MicroBatches:
         loss = trace_or_run(parts_of)
         if _may_hide(loss.program, first):
             _check_keys(self.call_fun, self.call_of(0, self.call.carried), self.call)
-        results.check_carry(self.call.carried, loss.shapes.second)
+        _check_carry(self.call.carried, loss.shapes.second)
         return loss
 
     def in_loop(self, loss: Traced) -> "MicroBatches":
@@ -253,4 +254,20 @@ def _check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
                 "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
                 f"{list(shape)} from a key that it closes over, or makes. Pass the key as an argument and name it with "
                 "rng_argnum; to share it on purpose, with whole_argnums."
+            )
+
+
+def _check_carry(carry: Any, new: Any) -> None:
+    """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
+    old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
+    if old != new_tree:
+        raise TypeError(
+            f"The carry must keep its tree: it came as {old} and left as {new_tree}. Return from fun a carry of the "
+            "first tree."
+        )
+    for (path, a), b in zip(by_path(carry, "its only leaf"), jax.tree.leaves(new), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise TypeError(
+                f"The carry must keep its type: at {path} it came as {short(a)} and left as {short(b)}. Cast it back "
+                "in fun."
             )
