@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers, convolutions
+from optax_accum._core.equations import collective_axes
 from optax_accum._core.folds import MAX, MIN, SUM, Fold
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._shared.arrays import is_key
-from optax_accum._space import collectives, mapped
+from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.ending import Ending, Endings
 from optax_accum._space.together import together
 
@@ -163,7 +164,7 @@ class Device:
 
     def collectives(self, loss: Traced) -> list[Any]:
         """The equations by which a loss takes something from the other devices."""
-        return mapped.collectives(loss, self.axes)
+        return [equation for equation in loss.collectives if not set(self.axes).isdisjoint(collective_axes(equation))]
 
     def agreed(self, loss: Traced, alive: Tree) -> Tree:
         """Which micro-batches run: if the loss communicates, all devices run each one that any device runs.
@@ -182,8 +183,13 @@ class Device:
         return self.any_of(alive)
 
     def runs_together(self, loss: Traced) -> bool:
-        """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
-        return bool(self.axes) and not self.communicates(loss) and mapped.may_wait_for_all(loss)
+        """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own.
+
+        A device may have to wait for others: a collective over one axis may need the devices of all, as a permute does,
+        and over axes that are not manual, compilers put collectives in as they like.
+        """
+        may_wait = bool(meshes.partitioned_axes()) or bool(loss.collectives)
+        return bool(self.axes) and not self.communicates(loss) and may_wait
 
     def in_step(self, fun: Callable[..., Any], equations: Sequence[Any], differ: Tree) -> Callable[..., Any]:
         """`fun`, whose loops and branches all devices run together where one may have to wait for others.
