@@ -58,10 +58,7 @@ class Device:
     def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
         arrays, filled = parted(call[names], is_array)
-        return self.fold_key(call.with_values(names, filled(self.vary(arrays))))
-
-    def fold_key(self, call: Call) -> Call:
-        """Gives a call a key of this device's own, if there are other devices."""
+        call = call.with_values(names, filled(self.vary(arrays)))
         return call.fold_key(self.index) if self.axes else call
 
     def fold_keys(self, keys: Tree) -> Tree:
