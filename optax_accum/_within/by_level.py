@@ -244,7 +244,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])
     # Gradients of constants are sums over all iterations.
-    wide = shared.widened(list(values[:consts]), [shared.identity] * consts)
+    wide = shared.widened(list(values[:consts]))
 
     def body(given: list[Any]) -> list[Any]:
         outs = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *given[consts:]])

@@ -24,15 +24,15 @@ class Widened(NamedTuple):
     zeros: jax.Array
 
 
-def widened(tree: Tree, gathers: Tree) -> Tree:
-    """Applies to each array its function; a narrow array becomes a `Widened`."""
+def widened(tree: Tree, *gathers: Tree) -> Tree:
+    """A narrow array becomes a `Widened`; `gathers` has for each array a function that is applied to it, too."""
 
-    def widen(leaf: Any, gather: Callable[[Any], Any]) -> Any:
+    def widen(leaf: Any, gather: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
         if not is_array(leaf):
             return leaf  # a flag, a name, a function
         return Widened(*_widen(gather, leaf)) if _is_narrow(leaf) else gather(leaf)
 
-    return jax.tree.map(widen, tree, gathers)
+    return jax.tree.map(widen, tree, *gathers)
 
 
 def narrowed(tree: Tree) -> Tree:
@@ -57,11 +57,7 @@ def closed_over(values: Sequence[Any], known: Tree) -> dict[int, Tree]:
     """
     ids = set(map(id, jax.tree.leaves(known)))
     is_new = any(_is_narrow(leaf) and id(leaf) not in ids for leaf in values)
-    return {id(leaf): widened(leaf, identity) for leaf in values} if is_new else {}
-
-
-def identity(leaf: Any) -> Any:
-    return leaf
+    return {id(leaf): widened(leaf) for leaf in values} if is_new else {}
 
 
 def _is_narrow(leaf: Any) -> bool:
