@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum._arguments import results
+from optax_accum._arguments import checks
 from optax_accum._arguments.signature import misspelt, signature_of
 from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.state import OTHER_WINDOWS, AccumulationState, states_in
@@ -49,7 +49,7 @@ def update(
     if leaves and all(leaf is other for leaf, other in leaves):  # an optimizer without a state hands back any
         check_inner_state(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
-    results.check_kinds("The state of the inner optimizer", new, old, remedy)
+    checks.check_kinds("The state of the inner optimizer", new, old, remedy)
     return updates, compilers.to_memory_of(dtypes.cast_like(new, old), state)
 
 

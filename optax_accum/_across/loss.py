@@ -8,7 +8,7 @@ import jax
 
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
-from optax_accum._core import convolutions, matching, tracing
+from optax_accum._core import matching, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree
@@ -178,6 +178,5 @@ def _traced(device: Device, fun: Callable[[Any], LossParts], params: Tree) -> tu
     device.check_axes(types, of_optimizer=True)
     device.check_loss(traced, types)
     device.check_nested(traced)
-    differ = lambda params: jax.tree.map(lambda _: False, params)  # no parameter differs between devices
-    fun = device.in_step(traced.run if traced.runs_alone else fun, traced.jaxpr.eqns, differ)
-    return traced, convolutions.fast_in_loops(fun, traced.jaxpr.eqns)
+    run = traced.run if traced.runs_alone else fun
+    return traced, device.in_loop(run, traced.jaxpr.eqns, differ=False)  # no parameter differs between devices

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments import checks, results
+from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Tree, Weight
@@ -184,7 +184,7 @@ class _Form(NamedTuple):
                 f"{state.skip_state!r}. For a state of another policy: {_ADOPT}"
             )
         remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
-        results.check_kinds(f"The info of {self.rule[0].lower()}{self.rule[1:]}", info, state.skip_state, remedy)
+        checks.check_kinds(f"The info of {self.rule[0].lower()}{self.rule[1:]}", info, state.skip_state, remedy)
         return dtypes.cast_like(info, state.skip_state)
 
 

@@ -110,6 +110,18 @@ def check_differentiable(params: Any, *, of_whole_batch: bool = False) -> None:
             )
 
 
+def check_kinds(name: str, tree: Any, like: Any, remedy: str) -> None:
+    """Raises if the dtypes of `like` would cut off `tree`: a fraction does not fit into an integer."""
+    for (path, leaf), to in zip(by_path(tree), jax.tree.leaves(like), strict=True):
+        new, old = (leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in (leaf, to))
+        for kind in (jnp.inexact, jnp.complexfloating):
+            if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
+                raise TypeError(
+                    f"{name} must keep its dtypes: at {path} it began as {old} and became {new}, which would be cut "
+                    f"off. {remedy}"
+                )
+
+
 def dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
     """The dtype and shape of a number or an array; the dtype `object` for anything else."""
     if not isinstance(value, bool | int | float | complex | np.generic | np.ndarray | jax.Array):

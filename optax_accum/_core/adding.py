@@ -49,7 +49,7 @@ class Sum:
 
     def scaled(self, part: jax.Array) -> jax.Array:
         """What is added, in the dtype of the sum; a narrow sum adds in float32."""
-        part = part.astype(dtypes.wide(self.total.dtype) if dtypes.is_narrow(self.total.dtype) else self.total.dtype)
+        part = part.astype(dtypes.of_sum(self.total.dtype))
         return part if self.scale is None else jnp.where(self.scale == 0, 0, part * self.scale.astype(part.dtype))
 
     def end(self) -> None:

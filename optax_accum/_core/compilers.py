@@ -71,7 +71,7 @@ def zeroed(tree: Tree, first: jax.Array) -> Tree:
 @jax.custom_jvp
 def _zeroed(tree: Tree, first: jax.Array) -> Tree:
     iterations = first.astype(jnp.int32)
-    zeros = lambda leaf: on_mesh_of(leaf, jnp.zeros_like(leaf))
+    zeros = lambda leaf: sharded_as(leaf, jnp.zeros_like(leaf))  # JAX forgets it where no `jax.set_mesh` says it
     return jax.lax.fori_loop(0, iterations, lambda _, tree: jax.tree.map(zeros, tree), tree)
 
 
@@ -84,16 +84,11 @@ def _select_zeros(primals: tuple[Tree, jax.Array], tangents: tuple[Tree, Any]) -
 _zeroed.defjvp(_select_zeros)
 
 
-def explicit_mesh(kind: Any) -> Any:
-    """The mesh of a type that tells how an array is sharded, as on Explicit axes; else None."""
-    mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
-    return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
-
-
 def explicit_sharding(leaf: Any) -> Any:
     """The sharding over Explicit axes that the type of an array tells; else None."""
-    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
-    return None if explicit_mesh(kind) is None else kind.sharding
+    sharding = getattr(jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return sharding if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
 def splittable_sharding(sharding: Any, axis: int, rows: int) -> Any:
@@ -118,13 +113,6 @@ def reshaped(leaf: jax.Array, *shape: int) -> jax.Array:
     leaf = jax.lax.squeeze(leaf, [axis for axis, size in enumerate(leaf.shape) if size == 1])
     leaf = leaf.reshape([size for size in shape if size != 1])
     return jax.lax.expand_dims(leaf, [axis for axis, size in enumerate(shape) if size == 1])
-
-
-def on_mesh_of(leaf: Any, zeros: jax.Array) -> jax.Array:
-    """Puts zeros of the shape of a leaf on its Explicit mesh, which JAX forgets where no `jax.set_mesh` says it."""
-    kind = jax.typeof(leaf)
-    forgotten = explicit_mesh(kind) is not None and explicit_mesh(jax.typeof(zeros)) is None
-    return jax.sharding.reshard(zeros, kind.sharding) if forgotten else zeros
 
 
 def ready_together(*trees: Tree) -> tuple[Tree, ...]:

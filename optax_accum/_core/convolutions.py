@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from optax_accum._core import compilers, evaluation, rules, tracing
 from optax_accum._core.equations import every_equation
-from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.leaves import parted
 
 PLAIN = jax.lax.conv_general_dilated_p
 
@@ -40,7 +40,7 @@ def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def run(*args: Any) -> Any:
-        arrays, filled = parted(args, is_array)
+        arrays, filled = parted(args, lambda leaf: isinstance(leaf, jax.Array))  # `fun` may look at NumPy's
         program, shapes = jax.make_jaxpr(lambda arrays: fun(*filled(arrays)), return_shape=True)(arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), evaluation.run(Rewriting().program(program), arrays))
 

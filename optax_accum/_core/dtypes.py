@@ -61,17 +61,8 @@ def is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) and accumulator_dtype(dtype, None) != dtype
 
 
-def lowest(dtype: Any) -> Any:
-    """Minus infinity, or the lowest number of a dtype that has none."""
-    return _extreme(dtype, -1)
-
-
-def highest(dtype: Any) -> Any:
-    """Infinity, or the highest number of a dtype that has none."""
-    return _extreme(dtype, 1)
-
-
-def _extreme(dtype: Any, sign: int) -> Any:
+def extreme(dtype: Any, sign: int) -> Any:
+    """Infinity, or for a negative sign minus infinity; the last number of a dtype that has none."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return sign > 0
     infinite = sign * np.inf

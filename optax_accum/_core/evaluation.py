@@ -114,13 +114,10 @@ def run_inside(
         branches = [functools.partial(run, number) for number in range(len(equation.params["branches"]))]
         return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
     body = functools.partial(run, 0)
-    return (checkpointed(equation, body) if is_checkpoint(equation) else body)(list(values))
-
-
-def checkpointed(equation: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under `jax.checkpoint`, as an equation has it."""
-    options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
-    return jax.checkpoint(fun, **options)
+    if is_checkpoint(equation):
+        options = {key: equation.params[key] for key in ("policy", "prevent_cse") if key in equation.params}
+        body = jax.checkpoint(body, **options)
+    return body(list(values))
 
 
 def _looped(equation: Any, values: Sequence[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:

@@ -27,8 +27,8 @@ class Fold(enum.Enum):
     """
 
     SUM = (lambda dtype: 0, jnp.add, _sum_along)
-    MAX = (dtypes.lowest, jnp.maximum, jnp.max)
-    MIN = (dtypes.highest, jnp.minimum, jnp.min)
+    MAX = (lambda dtype: dtypes.extreme(dtype, -1), jnp.maximum, jnp.max)
+    MIN = (lambda dtype: dtypes.extreme(dtype, 1), jnp.minimum, jnp.min)
 
     def __init__(
         self,

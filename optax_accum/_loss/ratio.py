@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arguments import checks, results
+from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, dtypes, tracing
+from optax_accum._core.leaves import by_path
+from optax_accum._shared.arrays import short
 
 _CONSTANT = (
     "The count of a Ratio must not depend on the parameters in a way that has a derivative: sums of gradients alone "
@@ -159,17 +161,37 @@ def _attributes(node: Any) -> tuple[str, ...]:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises unless a loss is a Ratio of real scalars, a dict of Ratios, or passes `results.check_loss`."""
+    """Raises unless a loss is a real scalar, a Ratio of them, or a dict of one of both."""
     terms = jax.tree.leaves(loss, is_leaf=is_ratio)
     if not any(map(is_ratio, terms)):
-        return results.check_loss(loss)
+        return _check_numbers(loss)
     if not is_ratio(loss) and not (isinstance(loss, dict) and all(map(is_ratio, loss.values()))):
         raise TypeError(
             "A loss of several Ratios is a dict of nothing else: fun returned "
             f"{jax.tree.map(lambda term: type(term).__name__, loss, is_leaf=is_ratio)}. A mean over rows is "
             "Ratio(total=rows * mean, count=rows)."
         )
-    return results.check_loss(totals(loss))
+    return _check_numbers(totals(loss))
+
+
+def _check_numbers(loss: Any) -> None:
+    """Raises unless the loss is a real scalar, or a dict of them."""
+    if type(loss) is tuple:
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned a tuple of {len(loss)}. If that is "
+            "(loss, aux), pass has_aux=True; if it holds gradients, use optax_accum.reduce_microbatches."
+        )
+    for path, leaf in by_path(loss, "the loss"):
+        if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"fun must return a real scalar loss, or a dict of them: {path} is {short(leaf)}. Reduce it with "
+                "jnp.mean, say; with has_aux=True the loss comes first."
+            )
+    if not (isinstance(loss, dict) and loss) and not hasattr(loss, "dtype"):
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Return one number; "
+            "with has_aux=True, return (loss, aux)."
+        )
 
 
 def check_single(loss: Any) -> None:

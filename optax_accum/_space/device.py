@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
-from optax_accum._core import arithmetic, compilers
+from optax_accum._core import arithmetic, compilers, convolutions
+from optax_accum._core.equations import collective_axes
 from optax_accum._core.folds import MAX, MIN, SUM, Fold
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._shared.arrays import is_key
-from optax_accum._space import collectives, mapped
+from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.ending import Ending, Endings
 from optax_accum._space.together import together
 
@@ -57,10 +58,7 @@ class Device:
     def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
         arrays, filled = parted(call[names], is_array)
-        return self.fold_key(call.with_values(names, filled(self.vary(arrays))))
-
-    def fold_key(self, call: Call) -> Call:
-        """Gives a call a key of this device's own, if there are other devices."""
+        call = call.with_values(names, filled(self.vary(arrays)))
         return call.fold_key(self.index) if self.axes else call
 
     def fold_keys(self, keys: Tree) -> Tree:
@@ -163,7 +161,7 @@ class Device:
 
     def collectives(self, loss: Traced) -> list[Any]:
         """The equations by which a loss takes something from the other devices."""
-        return mapped.collectives(loss, self.axes)
+        return [equation for equation in loss.collectives if not set(self.axes).isdisjoint(collective_axes(equation))]
 
     def agreed(self, loss: Traced, alive: Tree) -> Tree:
         """Which micro-batches run: if the loss communicates, all devices run each one that any device runs.
@@ -182,17 +180,25 @@ class Device:
         return self.any_of(alive)
 
     def runs_together(self, loss: Traced) -> bool:
-        """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
-        return bool(self.axes) and not self.communicates(loss) and mapped.may_wait_for_all(loss)
+        """Whether all devices must run a micro-batch that any runs, though each has a gradient of its own.
 
-    def in_step(
-        self, fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree]
-    ) -> Callable[..., Any]:
+        A device may have to wait for others: a collective over one axis may need the devices of all, as a permute does,
+        and over axes that are not manual, compilers put collectives in as they like.
+        """
+        may_wait = bool(meshes.partitioned_axes()) or bool(loss.collectives)
+        return bool(self.axes) and not self.communicates(loss) and may_wait
+
+    def in_step(self, fun: Callable[..., Any], equations: Sequence[Any], differ: Tree) -> Callable[..., Any]:
         """`fun`, whose loops and branches all devices run together where one may have to wait for others.
 
-        `equations` come from a trace of `fun`, if there is one; `differ(*args)` says which leaves a device has alone.
+        `equations` come from a trace of `fun`; `differ`, a prefix of the tree of its arguments, says which leaves a
+        device has alone.
         """
         return together(fun, equations, differ, self.alike)
+
+    def in_loop(self, fun: Callable[..., Any], equations: Sequence[Any], differ: Tree) -> Callable[..., Any]:
+        """`in_step` for a function that a loop or a branch runs: its convolutions are fast on a CPU there, too."""
+        return convolutions.fast_in_loops(self.in_step(fun, equations, differ), equations)
 
     def any_of(self, flags: Tree) -> Tree:
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0

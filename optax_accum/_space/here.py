@@ -62,10 +62,21 @@ class OverMesh(Several):
         self.device = dataclasses.replace(self.device, alike=self.axes)
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        return zeros_for(self._sums_like(params, dtype), params, self.axes)
+        acc, mesh = self._sums_like(params, dtype), meshes.mesh_of(self.axes, params)
+        totals = jax.tree.structure(params).flatten_up_to(acc)  # MaskedNode where a parameter has no gradient
+        placed = [
+            (total, meshes.spec_of(param))
+            for param, total in zip(jax.tree.leaves(params), totals, strict=True)
+            if hasattr(total, "dtype")
+        ]
+        known = all(spec is not None for _, spec in placed) or not tracing.is_staged()
+        free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
+        zeros = lambda: [_placed_zeros(total, mesh, self.axes, spec, free) for total, spec in placed]
+        return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
 
     def sums(self, shapes: Tree, params: Tree) -> Tree:
-        return zeros_of(shapes, params, self.axes)
+        mesh = meshes.mesh_of(self.axes, params)
+        return jax.tree.map(lambda shape: _zeros_over(shape, mesh, self.axes, PartitionSpec()), shapes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
@@ -75,7 +86,8 @@ class OverMesh(Several):
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
-        return placed_like(super().weight(weight, like, spread=spread), like, self.axes)
+        sums, spec = super().weight(weight, like, spread=spread), meshes.spec_of(like)
+        return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(self.axes, like)), spec)) if spec else sums
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         collectives.check_narrow(self.dtype, acc)
@@ -86,9 +98,6 @@ class OverMesh(Several):
 
     def _joined(self, local: Tree) -> Tree:
         return mapped.joined(local, self.axes, jax.tree.map(lambda _: PartitionSpec(), local))
-
-    def _held(self, acc: Tree) -> dict[str, Tree]:
-        return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
@@ -109,7 +118,6 @@ class OverMesh(Several):
         return super()._device(call).with_endings(hides=meshes.is_gpu(meshes.device_kind(mesh)))
 
     def _is_in_place(self, acc: Tree) -> bool:
-        """Whether the sum over all devices is written over the partial sums."""
         return self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None)
 
 
@@ -138,8 +146,8 @@ class ToShards(OverMesh):
         to = self._shardings(local)
         return meshes.place(mapped.joined(local, self.axes, jax.tree.map(lambda sharding: sharding.spec, to)), to)
 
-    def _held(self, acc: Tree) -> dict[str, Tree]:
-        return {}
+    def _is_in_place(self, acc: Tree) -> bool:
+        return False
 
     def shard(self, params: Tree) -> Tree:
         return meshes.place(params, self._shardings(params))
@@ -165,33 +173,6 @@ class ToShards(OverMesh):
 
 class PartialOverMesh(Partial, OverMesh):
     """Partial sums over a mesh that stay: [d, ...]."""
-
-
-def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
-    """An empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
-    mesh = meshes.mesh_of(axes, params)
-    totals = jax.tree.structure(params).flatten_up_to(acc)  # MaskedNode where a parameter has no gradient
-    placed = [
-        (total, meshes.spec_of(param))
-        for param, total in zip(jax.tree.leaves(params), totals, strict=True)
-        if hasattr(total, "dtype")
-    ]
-    known = all(spec is not None for _, spec in placed) or not tracing.is_staged()
-    free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
-    zeros = lambda: [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
-    return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
-
-
-def zeros_of(shapes: Tree, params: Tree, axes: Axes) -> Tree:
-    """Zeros [d, ...] for each shape [...], each device's on that device."""
-    mesh = meshes.mesh_of(axes, params)
-    return jax.tree.map(lambda shape: _zeros_over(shape, mesh, axes, PartitionSpec()), shapes)
-
-
-def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
-    """Places sums [d] on the devices that hold the parts of `like`, if these are known."""
-    spec = meshes.spec_of(like)
-    return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 
 
 def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:

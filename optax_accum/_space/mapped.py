@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, evaluation
-from optax_accum._core.equations import all_equations, collective_axes
+from optax_accum._core.equations import all_equations
 from optax_accum._core.leaves import parted
 from optax_accum._core.rules import with_backward_pass
 from optax_accum._core.traced import Traced
@@ -193,20 +193,6 @@ def axes_of(rows: jax.Array) -> Axes:
 def types_track_devices(axes: Axes) -> bool:
     """Whether types tell here which values differ between devices: not under `check_vma=False`."""
     return differs(jax.lax.axis_index(axes), axes)
-
-
-def collectives(loss: Traced, axes: Axes) -> list[Any]:
-    """The equations of a loss that take values from other devices along these axes, inside `jax.shard_map`."""
-    return [equation for equation in loss.collectives if not set(axes).isdisjoint(collective_axes(equation))]
-
-
-def may_wait_for_all(loss: Traced) -> bool:
-    """Whether devices that run a loss may have to wait for devices that do not.
-
-    A collective over one axis may need the devices of all: a permute does. Over axes that are not manual, compilers put
-    collectives in as they like.
-    """
-    return bool(meshes.partitioned_axes()) or bool(loss.collectives)
 
 
 def as_row(local: Tree) -> Tree:

@@ -60,7 +60,7 @@ class Space:
 
     def held(self, acc: Tree | Reduced) -> dict[str, Tree]:
         """`acc_grads` unchanged, for a window that holds; empty if a sum over devices leaves nothing."""
-        return {} if isinstance(acc, Reduced) else self._held(acc)
+        return {} if isinstance(acc, Reduced) or not self._is_in_place(acc) else {"acc_grads": acc}
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         return acc, {"acc_grads": acc}
@@ -68,8 +68,9 @@ class Space:
     def _joined(self, local: Tree) -> Tree:
         return local
 
-    def _held(self, acc: Tree) -> dict[str, Tree]:
-        return {"acc_grads": acc}
+    def _is_in_place(self, acc: Tree) -> bool:
+        """Whether the sum over all devices is written over the partial sums."""
+        return True
 
     def like(self, grads: Tree) -> Tree:
         """Leaves of the shapes and dtypes of the gradient of the whole batch."""

@@ -24,23 +24,19 @@ from optax_accum._space.course import Course, may_be_decided, may_differ
 Values = Sequence[Any]
 
 
-def together(
-    fun: Callable[..., Any], equations: Iterable[Any] | None, differ: Callable[..., Tree], axes: Axes
-) -> Callable[..., Any]:
+def together(fun: Callable[..., Any], equations: Iterable[Any], differ: Tree, axes: Axes) -> Callable[..., Any]:
     """`fun`, whose loops and branches all devices run together; `fun` itself where no device has to wait.
 
-    `equations` come from a trace of `fun`, if there is one. `differ(*args)` says which leaves differ along the `axes`;
-    for other axes of a `jax.shard_map` types do.
+    `equations` come from a trace of `fun`. `differ`, a prefix of the tree of its arguments, says which leaves differ
+    along the `axes`; for other axes of a `jax.shard_map` types do.
     """
     manual = meshes.manual_axes()
-    if not manual or not meshes.partitioned_axes():
-        return fun
-    if equations is not None and not any(map(may_be_decided, equations)):
+    if not manual or not meshes.partitioned_axes() or not any(map(may_be_decided, equations)):
         return fun
     others = tuple(axis for axis in manual if axis not in axes)
 
     def flags_of(args: Any) -> list[bool]:
-        along_axes = jax.tree.leaves(differ(*args)) if axes else [False] * len(jax.tree.leaves(args))
+        along_axes = jax.tree.leaves(jax.tree.broadcast(differ if axes else False, args))
         pairs = zip(along_axes, jax.tree.leaves(args), strict=True)
         return [flag or may_differ(leaf, others) for flag, leaf in pairs if is_array(leaf)]
 
@@ -76,16 +72,13 @@ class Together:
         changes = self.course.changes(equation)
         if not changes and not (any(inner_programs(equation)) and self._differ_more(equation, values)):
             return evaluation.bind(equation, values)
-        name = equation.primitive.name
-        evaluate = _EVALUATED.get(name, _run_rule if rules.has_rule(equation) else None)
+        name, table = equation.primitive.name, _DECIDED if id(equation) in self.course.decided else _OTHERS
+        evaluate = table.get(name, _run_rule if rules.has_rule(equation) else None)
         if evaluate is not None:
             return evaluate(self, equation, evaluation.varying_together(values))
         if changes:
             self.refuse(equation, f"{name!r} calls them, and cannot be run otherwise")
         return evaluation.bind(equation, values)
-
-    def is_decided(self, equation: Any) -> bool:
-        return id(equation) in self.course.decided
 
     def any_device(self, more: jax.Array) -> jax.Array:
         """Whether any row of any device goes on."""
@@ -108,12 +101,10 @@ class Together:
         )
 
 
-# Loops and branches
+# Loops and branches that devices decide
 
 
 def _while(devices: Together, equation: Any, values: Values) -> Values:
-    if not devices.is_decided(equation):
-        return _inside(devices, equation, values)
     goes_on, body = programs_of(equation)
     batched = bool(goes_on.program.out_avals[0].shape)
     if not batched and equation.effects:
@@ -134,8 +125,6 @@ def _while(devices: Together, equation: Any, values: Values) -> Values:
 
 
 def _cond(devices: Together, equation: Any, values: Values) -> Values:
-    if not devices.is_decided(equation):
-        return _inside(devices, equation, values)
     if equation.effects:
         devices.refuse(
             equation, f"a branch has effects ({_listed(equation.effects)}), and all devices run all branches"
@@ -167,7 +156,7 @@ def _listed(effects: Any) -> str:
     return ", ".join(sorted(str(effect) or type(effect).__name__ for effect in effects))
 
 
-# Programs that an equation calls, and loops and branches that devices do not decide
+# Programs that other equations call
 
 
 def _inside(devices: Together, equation: Any, values: Values) -> Values:
@@ -207,9 +196,8 @@ def _run_rule(devices: Together, equation: Any, values: Values) -> Values:
     return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 
 
-_EVALUATED: dict[str, Callable[[Together, Any, Values], Values]] = {
-    **dict.fromkeys((*CALLS, *CHECKPOINTS, "scan"), _inside),
-    "cond": _cond,
+_DECIDED: dict[str, Callable[[Together, Any, Values], Values]] = {"cond": _cond, "while": _while}
+_OTHERS: dict[str, Callable[[Together, Any, Values], Values]] = {
+    **dict.fromkeys((*CALLS, *CHECKPOINTS, "cond", "scan", "while"), _inside),
     "custom_linear_solve": _linear_solve,
-    "while": _while,
 }

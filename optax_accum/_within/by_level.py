@@ -5,14 +5,14 @@ With BatchNorm one loop adds up a layer's mean, the next takes it; backward loop
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, convolutions, evaluation
+from optax_accum._core import compilers, evaluation, tracing
 from optax_accum._core.folds import SUM
 from optax_accum._rows import derivatives, layers, resized
 from optax_accum._rows.division import ADDS
@@ -22,7 +22,7 @@ from optax_accum._rows.places import explained
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
-from optax_accum._within import loops, shared
+from optax_accum._within import shared
 from optax_accum._within.fold import NOTHING, Result, Sampled, folded
 from optax_accum._within.some_rows import evaluate_rows, evaluate_some, followed, part_of, read, reduction_of
 from optax_accum._within.store import Store, axis_of, has_own_rows
@@ -78,7 +78,7 @@ def run_whole(equation: Equation, levels: Levels, store: Store) -> None:
 
 def _in_step(equation: Equation, run: Any, device: Device, values: list[Any]) -> list[Any]:
     """Evaluates an equation of this device's rows; all devices run its loops and branches together."""
-    differ = lambda values: [value.axis is not None for value in equation.ins]
+    differ = ([value.axis is not None for value in equation.ins],)
     return device.in_step(run, [equation.single], differ)(values)
 
 
@@ -180,16 +180,12 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         evaluate_some(loop.equations, levels, units, env, units.indices(index))
         return [read(env, value) for value in (*loop.rows, *loop.sums)]
 
-    def differ(given: Any, wide: Any, index: Any, rows: list[Any]) -> Any:
-        constants, interleaved = given
-        return (_each(False, constants), _each(True, interleaved)), _each(False, wide), False, _each(True, rows)
-
-    equations = [equation.single for equation in loop.equations]
-    part = convolutions.fast_in_loops(store.device.in_step(part, equations, differ), equations)
+    differ = (False, True), False, False, True  # of given, wide, index, rows: each device has its own rows
+    part = store.device.in_loop(part, [equation.single for equation in loop.equations], differ)
     given, xs = (constants, interleaved), [store.split(value) for value in kept_rows]
     if levels.differentiable:  # JAX differentiates a scan that stacks parts; else they are added in place, in the carry
-        iteration = loops.recomputed(part, list(store.values.values()))
-        results = loops.mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))
+        iteration = _recomputed(part, list(store.values.values()))
+        results = _mapped(lambda x: iteration(given, wide, *x), (jnp.arange(units.microbatches), xs))
         found = zip(loop.sums.values(), results[len(loop.rows) :], strict=True)
         return results[: len(loop.rows)], [fold.along(leaf, axis=0) for fold, leaf in found]
     sums = [store.asked.get(value, Result(fold)) for value, fold in loop.sums.items()]
@@ -200,6 +196,20 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     )
     store.samples = samples if sampled is not NOTHING else store.samples
     return found[: len(loop.rows)], found[len(loop.rows) :]
+
+
+def _recomputed(fun: Callable[..., Any], args: Any) -> Callable[..., Any]:
+    """`fun` under `jax.checkpoint`, unless it runs outside `jit` and is not differentiated."""
+    return jax.checkpoint(fun) if tracing.is_staged() or tracing.is_differentiated(args) else fun
+
+
+def _mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
+    """Like `jax.lax.map`; outside `jit` without a loop, which would be compiled at every call."""
+    if tracing.is_staged():
+        return jax.lax.map(fun, xs)
+    count = len(jax.tree.leaves(xs)[0])
+    results = [fun(jax.tree.map(lambda leaf: leaf[iteration], xs)) for iteration in range(count)]  # noqa: B023
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
 def _replaced(loop: Loop, kept_rows: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
@@ -224,10 +234,6 @@ def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
     return total.astype(equation.outs[0].aval.dtype)
 
 
-def _each(flag: bool, tree: Any) -> Any:
-    return jax.tree.map(lambda _: flag, tree)
-
-
 # Loops over layers whose bodies take rows together
 
 
@@ -238,7 +244,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     values = evaluation.varying_as(values, [atom.aval for atom in equation.single.invars])
     more = evaluation.varying_more(values, [atom.aval for atom in equation.single.invars])
     # Gradients of constants are sums over all iterations.
-    wide = shared.widened(list(values[:consts]), [shared.identity] * consts)
+    wide = shared.widened(list(values[:consts]))
 
     def body(given: list[Any]) -> list[Any]:
         outs = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *given[consts:]])

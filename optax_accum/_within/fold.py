@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import adding, arithmetic, compilers, evaluation, tracing
+from optax_accum._core import adding, compilers, evaluation, tracing
 from optax_accum._core.folds import SUM, Fold
 from optax_accum._space import meshes
 
@@ -48,8 +48,6 @@ def folded(
     sampled: Sampled = NOTHING,
 ) -> tuple[list[jax.Array], Any]:
     """Runs `part(index, rows of xs)` for each micro-batch; returns its results, joined, and the samples."""
-    if not tracing.is_staged():
-        return _eagerly(part, xs, count, results, sampled)
     samples, sample = sampled
     program = jax.make_jaxpr(part)(jnp.int32(0), [leaf[0] for leaf in xs])
     start: list[Any] = []
@@ -81,6 +79,10 @@ def folded(
         return after, sample(samples, squares, index)
 
     state = start, samples
+    if not tracing.is_staged():  # there a loop would be compiled at every call
+        for index in range(count):
+            state = step(index, state)
+        return state
     if not any(result.finish for result in results):
         return jax.lax.fori_loop(0, count, step, state)
     state = jax.lax.fori_loop(0, count - 1, step, state)
@@ -104,22 +106,3 @@ def _empty(count: int, row: Any, xs: list[jax.Array], place: int) -> jax.Array:
 
 def _sum(leaf: Any, result: Result, ends: bool) -> adding.Sum | None:
     return adding.Sum(leaf, result.square, finish=result.finish if ends else None) if result.fold is SUM else None
-
-
-def _eagerly(
-    part: Callable[..., list[Any]], xs: list[jax.Array], count: int, results: Sequence[Result], sampled: Sampled
-) -> tuple[list[jax.Array], Any]:
-    samples, sample = sampled
-    totals: list[Any] = [None] * len(results)
-    for index in range(count):
-        squares, found = [], part(jnp.int32(index), [leaf[index] for leaf in xs])
-        for place, (leaf, result) in enumerate(zip(found, results, strict=True)):
-            leaf = leaf if result.dtype is None else leaf.astype(result.dtype)
-            if result.fold is None:
-                totals[place] = [*(totals[place] or []), leaf]
-            else:
-                totals[place] = leaf if not index else result.fold.join(totals[place], leaf)
-            if result.square is not None:
-                squares.append(arithmetic.squared_norm(leaf, result.square.dtype, result.square.ndim))
-        samples = sample(samples, squares, index)
-    return [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in totals], samples

@@ -1,6 +1,7 @@
 """For statistics: which sums of a program are gradients, and `|g_i|^2` of what micro-batch i adds to each."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from optax_accum._core.folds import SUM
 from optax_accum._core.leaves import by_path
 from optax_accum._loss.meter import Meter
 from optax_accum._rows.levels import Levels
-from optax_accum._rows.program import Equation, Number, Value
+from optax_accum._rows.program import Equation, Number, Value, needed
 from optax_accum._within.fold import Result, Sampled
 from optax_accum._within.traced_call import TracedCall
 
@@ -67,16 +68,9 @@ _SAME_ENTRIES = frozenset(["convert_element_type", "copy", "neg", "pad", "reshap
 
 def takes_a_sum(value: Value, levels: Levels) -> bool:
     """Whether a value is made of a sum of a loop."""
-    made_by, sums = levels.program.made_by, sums_of(levels)
-    todo, seen = [value], set()
-    while todo:
-        value = todo.pop()
-        if value in sums:
-            return True
-        if value in made_by and value not in seen:
-            seen.add(value)
-            todo += made_by[value].ins
-    return False
+    sums = sums_of(levels)
+    takes = (equation.ins for equation in needed([value], levels.program.made_by, there=sums))
+    return value in sums or not sums.isdisjoint(itertools.chain(*takes))
 
 
 def measured(

@@ -2,24 +2,25 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments import checks, results
+from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import is_split
-from optax_accum._core import convolutions, dtypes, tracing
-from optax_accum._core.flags import negated, selected
-from optax_accum._core.leaves import check_arrays
+from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core.flags import known, negated, selected
+from optax_accum._core.leaves import by_path, check_arrays
 from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.parts import LossParts
+from optax_accum._shared.arrays import short
 from optax_accum._shared.draws import draws, hidden_draws
 from optax_accum._space.device import Device
-from optax_accum._within import loops, splitting
+from optax_accum._within import splitting
 
 
 class Alive(NamedTuple):
@@ -81,16 +82,15 @@ class MicroBatches:
         loss = trace_or_run(parts_of)
         if _may_hide(loss.program, first):
             _check_keys(self.call_fun, self.call_of(0, self.call.carried), self.call)
-        results.check_carry(self.call.carried, loss.shapes.second)
+        _check_carry(self.call.carried, loss.shapes.second)
         return loss
 
-    def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
-        """Makes convolutions on a CPU as fast in a loop as outside; `loss` is the trace of one micro-batch.
-
-        All devices run its loops and branches together, where one may have to wait for another.
-        """
-        call_fun = functools.partial(_in_step, self.call_fun, self.device, loss.jaxpr.eqns)
-        return dataclasses.replace(self, call_fun=convolutions.fast_in_loops(call_fun, loss.jaxpr.eqns))
+    def in_loop(self, loss: Traced) -> "MicroBatches":
+        """The same for a loop, see `Device.in_loop`; `loss` is the trace of one micro-batch."""
+        names, own = tuple(self.call.arguments), {*self.call.batch, self.call.rng}  # its rows, and its key
+        run = lambda *values: self.call_fun(self.call.with_values(names, values))
+        run = self.device.in_loop(run, loss.jaxpr.eqns, tuple(name in own for name in names))
+        return dataclasses.replace(self, call_fun=lambda call: run(*call[names]))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False) -> Done:
         """Runs `sums, parts = add(sums, index, call)` for the micro-batches that are alive, the remainder last.
@@ -114,22 +114,15 @@ class MicroBatches:
             if alive.all_devices_run:
                 sums, carry = run(index, done)
                 return selected(local, sums, done[0]), carry
-            done = loops.if_alive(local, functools.partial(run, index), done, static=static)
-            return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
+            done = _if_alive(local, functools.partial(run, index), done, static=static)
+            return _if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
         start, full = (self.device.vary(sums), self.call.carried), self.split.full
-        done = loops.add_alive(full, alive.anywhere, run_iteration, start, static=static)
+        done = _in_loop(full, alive.anywhere, run_iteration, start, static=static)
         if not self.split.rest:
             return done
         last = flag_at(alive.anywhere, full)
-        return loops.if_alive(last, functools.partial(run_iteration, full), done, static=static)
-
-    def undifferentiable(self, message: str) -> "MicroBatches":
-        """The same micro-batches, which raise `message` when they are differentiated through a `jit`."""
-        values = self.interleaved, self.rest, list(self.call.arguments.values())
-        interleaved, rest, arguments = tracing.refuse_differentiation(values, message)
-        call = self.call.with_values(tuple(self.call.arguments), arguments)
-        return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
+        return _if_alive(last, functools.partial(run_iteration, full), done, static=static)
 
     def _handed_on(self, parts: LossParts) -> Tree:
         self.device.check_carry(parts.second)
@@ -140,23 +133,46 @@ def flag_at(flags: Flag, index: Index) -> Flag:
     return flags if isinstance(flags, bool) else flags[index]
 
 
+def _in_loop(count: int, alive: Flag, run: Callable[..., Done], done: Done, *, static: bool) -> Done:
+    """Runs the first `count` micro-batches, those that are `alive`, in order.
+
+    Their number may be traced; a `static` loop runs all iterations, and JAX can differentiate it again. Outside `jit`
+    there is no loop.
+    """
+    staged = tracing.is_staged()
+    if not count:
+        return done
+    if staged and not (isinstance(alive, bool) or static):
+        alive = alive[:count]
+        order = jnp.argsort(jnp.logical_not(alive), stable=True)
+        return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, done: run(order[step], done), done)
+
+    def iteration(index: Any, done: Done) -> Done:
+        return _if_alive(flag_at(alive, index), functools.partial(run, index), done, static=static)
+
+    if staged and count > 1:
+        return jax.lax.fori_loop(0, count, iteration, done)
+    for index in range(count):
+        done = iteration(index, done)
+    return done
+
+
+def _if_alive(alive: Flag, run: Callable[[Done], Done], done: Done, *, static: bool) -> Done:
+    """Runs one micro-batch if it is alive: in a branch, or where none can be, in a loop of at most one iteration."""
+    alive = known(alive)
+    if isinstance(alive, bool):
+        return run(done) if alive else done
+    if static:
+        return compilers.branch(alive, lambda: run(done), lambda: done)
+    return jax.lax.fori_loop(0, alive.astype(int), lambda _, done: run(done), done)
+
+
 def split_call(call_fun: CallFun, device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
     """Splits one device's part of the batch of a call; `call_fun` calls `fun`."""
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
     return MicroBatches(call_fun, device, call, split, splitting.interleaved(split, batches), rest)
-
-
-def _in_step(call_fun: CallFun, device: Device, equations: Iterable[Any], call: Call) -> LossParts:
-    names, own = tuple(call.arguments), {*call.batch, call.rng}
-    run = lambda *values: call_fun(call.with_values(names, values))
-
-    def differ(*values: Any) -> Tree:
-        """Each device has its own rows, and its own key."""
-        return [jax.tree.map(lambda _: name in own, value) for name, value in zip(names, values, strict=True)]  # noqa: B023
-
-    return device.in_step(run, equations, differ)(*call[names])
 
 
 # How much each counts, known from the data before the first one runs
@@ -231,4 +247,20 @@ def _check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
                 "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
                 f"{list(shape)} from a key that it closes over, or makes. Pass the key as an argument and name it with "
                 "rng_argnum; to share it on purpose, with whole_argnums."
+            )
+
+
+def _check_carry(carry: Any, new: Any) -> None:
+    """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
+    old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
+    if old != new_tree:
+        raise TypeError(
+            f"The carry must keep its tree: it came as {old} and left as {new_tree}. Return from fun a carry of the "
+            "first tree."
+        )
+    for (path, a), b in zip(by_path(carry, "its only leaf"), jax.tree.leaves(new), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise TypeError(
+                f"The carry must keep its type: at {path} it came as {short(a)} and left as {short(b)}. Cast it back "
+                "in fun."
             )

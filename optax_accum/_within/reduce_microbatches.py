@@ -195,17 +195,14 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     call_fun = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
     micro_batches = microbatches.split_call(call_fun, device, call.with_values(names, values), rules.sizes)
     traced = micro_batches.traced()
-    closure = shared.Closure(values)
-    if closure.widen(traced.program.consts):
-        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, closure, call_fun))
-    micro_batches = micro_batches.with_fast_convolutions(traced)
+    if wide := shared.closed_over(traced.program.consts, values):
+        micro_batches = dataclasses.replace(micro_batches, call_fun=functools.partial(_closing_over, wide, call_fun))
+    micro_batches = micro_batches.in_loop(traced)
     static = static or tracing.is_differentiated(traced.program.consts)  # values that `fun` closes over
     device.check_axes(traced.program.out_avals)
     device.check_nested(traced)
     share, alive = microbatches.weigh(micro_batches, rules.weight_fn, traced)
     outputs = rules.outputs(traced.shapes.loss, micro_batches.split)
-    if rules.weight_fn is not None and not static:
-        micro_batches = micro_batches.undifferentiable(_AGAIN)
 
     def add(totals: Tree, index: Index, call: Call) -> tuple[Tree, LossParts]:
         with jax.named_scope("optax_accum.micro_batch"):
@@ -213,14 +210,20 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
         return outputs.add(totals, parts.loss, index, share(index)), parts
 
     totals, carry = micro_batches.in_order(add, outputs.start(), alive, static=static)
-    return outputs.finish(totals), carry
+    results = outputs.finish(totals), carry
+    return results if rules.weight_fn is None or static else tracing.refuse_differentiation(results, _AGAIN)
 
 
-def _closing_over(closure: shared.Closure, call_fun: Callable[[Call], LossParts], call: Call) -> LossParts:
+def _closing_over(wide: dict[int, Tree], call_fun: Callable[[Call], LossParts], call: Call) -> LossParts:
+    """Calls `fun` with values that are widened, by their ids, in place of those that it closes over."""
     # Scalars of a batch are the same for all micro-batches: they count as closed over.
     arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
     run = lambda arrays: call_fun(call.with_values(tuple(call.arguments), filled(arrays)))
-    return closure.opened(run, arrays)(arrays)
+    try:
+        run, closed = jax.closure_convert(run, arrays)
+    except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
+        return run(arrays)
+    return run(arrays, *(shared.narrowed(wide.get(id(leaf), leaf)) for leaf in closed))
 
 
 def _run_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend import core
 
-from optax_accum._core import compilers, convolutions, dtypes, evaluation, tracing
+from optax_accum._core import compilers, dtypes, evaluation
 from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Tree
 
@@ -25,15 +24,15 @@ class Widened(NamedTuple):
     zeros: jax.Array
 
 
-def widened(tree: Tree, gathers: Tree) -> Tree:
-    """Applies to each array its function; a narrow array becomes a `Widened`."""
+def widened(tree: Tree, *gathers: Tree) -> Tree:
+    """A narrow array becomes a `Widened`; `gathers` has for each array a function that is applied to it, too."""
 
-    def widen(leaf: Any, gather: Callable[[Any], Any]) -> Any:
+    def widen(leaf: Any, gather: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
         if not is_array(leaf):
             return leaf  # a flag, a name, a function
         return Widened(*_widen(gather, leaf)) if _is_narrow(leaf) else gather(leaf)
 
-    return jax.tree.map(widen, tree, gathers)
+    return jax.tree.map(widen, tree, *gathers)
 
 
 def narrowed(tree: Tree) -> Tree:
@@ -45,19 +44,19 @@ def is_widened(node: Any) -> bool:
     return isinstance(node, Widened)
 
 
-def variable(leaf: jax.Array) -> jax.Array:
-    """What to differentiate by in place of a leaf, for `at` to put in: of a narrow one, zeros in float32."""
+def variable_of(leaf: jax.Array) -> jax.Array:
+    """What to differentiate by in place of a leaf: the leaf, or, of a narrow one, zeros in float32."""
     if not dtypes.is_narrow(leaf.dtype):
         return leaf
     zeros = jnp.zeros_like(leaf, dtype=dtypes.accumulator_dtype(leaf.dtype, None))
     return evaluation.varying_together([zeros, leaf])[0]
 
 
-def at(leaf: jax.Array, variable: jax.Array) -> Any:
-    """A leaf whose gradient goes to its variable."""
+def with_variable(leaf: jax.Array, variable: jax.Array) -> Any:
+    """A leaf whose gradient goes to its variable: a `Widened`, if it is narrow."""
     if not dtypes.is_narrow(leaf.dtype):
         return variable
-    narrow, zeros = _widen(identity, leaf)
+    narrow, zeros = _widen(lambda leaf: leaf, leaf)
     return Widened(narrow, zeros + variable)
 
 
@@ -73,46 +72,14 @@ def followed(fun: Callable[[Any], Any], node: Widened) -> Any:
     return Widened(leaf, zeros) if dtypes.is_narrow(leaf.dtype) else _narrow(leaf, zeros)
 
 
-class Closure:
-    """The values that functions close over, widened once for all these functions.
+def closed_over(values: Sequence[Any], known: Tree) -> dict[int, Tree]:
+    """Values that a function closes over, widened, by their ids, if one is narrow; those that are `known` already are.
 
     JAX traces them as the same on all devices, and they stay that: JAX adds their gradients over devices each time.
     """
-
-    def __init__(self, known: Tree):
-        """Takes the values that are widened already."""
-        self._known = set(map(id, jax.tree.leaves(known)))
-        self._found: dict[int, tuple[Any, Any]] = {}  # by id, the leaf and its wide form: no other leaf gets the id
-
-    def widen(self, leaves: Sequence[Any]) -> bool:
-        """Widens closed-over values, if one of them is narrow; returns whether one is."""
-        if not any(_is_narrow(leaf) and id(leaf) not in self._known for leaf in leaves):
-            return False
-        for leaf in leaves:
-            if id(leaf) not in self._found:
-                self._found[id(leaf)] = leaf, widened(leaf, identity)
-        return True
-
-    def opened(self, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
-        """`fun` for a loop, with widened values in place of those it closes over; its argument is like `example`."""
-        try:
-            program, shapes = jax.make_jaxpr(fun, return_shape=True)(example)
-        except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
-            return fun
-        fun = convolutions.fast_in_loops(fun, program.jaxpr.eqns)
-        if not self.widen(program.consts):
-            return fun
-
-        def converted(values: Any) -> Any:
-            consts = [narrowed(self._found[id(leaf)][1]) for leaf in program.consts]
-            run = core.jaxpr_as_fun(program.replace(consts=consts))
-            return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(values)))
-
-        return converted
-
-
-def identity(leaf: Any) -> Any:
-    return leaf
+    ids = set(map(id, jax.tree.leaves(known)))
+    is_new = any(_is_narrow(leaf) and id(leaf) not in ids for leaf in values)
+    return {id(leaf): widened(leaf) for leaf in values} if is_new else {}
 
 
 def _is_narrow(leaf: Any) -> bool:

@@ -65,7 +65,7 @@ class Store:
         if shared.is_widened(self.values.get(value)):
             return self.values[value]
         if value not in self.widened:
-            (self.widened[value],) = shared.widened([self.whole(value)], [shared.identity])
+            self.widened[value] = shared.widened(self.whole(value))
         return self.widened[value]
 
     def splittable(self, value: Value) -> Any:

@@ -257,10 +257,10 @@ def _differentiated(rules: CallRules, device: Device, call: Call, compute: Calla
     params = call[call.params]
 
     def fun(variables: Tree) -> Any:
-        outputs = compute(call.with_values(call.params, jax.tree.map(shared.at, params, variables)))
+        outputs = compute(call.with_values(call.params, jax.tree.map(shared.with_variable, params, variables)))
         return device.part(rules.returns.taken_apart(outputs).loss), outputs
 
-    grads, outputs = jax.grad(fun, has_aux=True)(jax.tree.map(shared.variable, params))
+    grads, outputs = jax.grad(fun, has_aux=True)(jax.tree.map(shared.variable_of, params))
     named = dtypes.named_dtypes(rules.accumulator_dtype, params)
     widened = lambda grad, name: grad.astype(dtypes.accumulator_dtype(grad.dtype, name))  # as devices add it
     return jax.tree.map(widened, grads, named), outputs
