@@ -14,8 +14,7 @@ from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree
 from optax_accum._loss.backward import Adding, Backward, add_to, contribution, forward
 from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import LossParts, Returns
-from optax_accum._loss.ratio import Ratio, check_loss, check_single
+from optax_accum._loss.ratio import LossParts, Ratio, Returns, check_loss, check_single
 from optax_accum._loss.weighing import Amount, ByCount, ByWeight
 from optax_accum._shared.arrays import short
 from optax_accum._space.device import Device

@@ -13,7 +13,7 @@ from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import Returns
 from optax_accum._loss.weighing import Amount
 from optax_accum._shared.checks import as_function
 

@@ -16,8 +16,7 @@ from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._explain.explanation import CANNOT_BE_READ, EXACT, NOT_EXACT, PLAIN, Weight
-from optax_accum._loss.parts import Returns
-from optax_accum._loss.ratio import as_ratio, check_loss, is_ratio
+from optax_accum._loss.ratio import Returns, as_ratio, check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
 from optax_accum._rows.places import Place, place_of

@@ -12,7 +12,7 @@ from optax_accum._core.adding import Finish
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss import ratio
-from optax_accum._loss.parts import LossParts
+from optax_accum._loss.ratio import LossParts
 from optax_accum._loss.weighing import ByCount, ByWeight
 
 Fun = Callable[[Tree], LossParts]  # of the parameters

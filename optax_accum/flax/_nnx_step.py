@@ -11,8 +11,7 @@ from optax_accum._arguments.callables import as_weight_fn, check_called_with
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
-from optax_accum._loss.parts import Returns
-from optax_accum._loss.ratio import as_ratio
+from optax_accum._loss.ratio import Returns, as_ratio
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._calls import StepWeighing
 from optax_accum.flax._nnx import loss_of_arrays, value_and_grad
