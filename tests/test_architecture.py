@@ -244,7 +244,7 @@ ASKED = {
     ),
     "is the divisor a weight": (
         {"is_mean"},
-        "_across/divisor _across/window _across/steps _across/multi_steps _across/transformation flax/_calls",
+        "_across/accumulator _across/window _across/steps _across/state_changes _across/transformation flax/_calls",
     ),
     "does it lie in host memory": (
         {"to_memory_of"},
@@ -448,7 +448,7 @@ def test_dir_shows_what_users_need():
 # What is there, rounded up: what adds a mechanism takes away another, and what makes it smaller lowers the budget.
 # The goals: a core of 15,200 lines, 100,000 tokens and 100 files, 21,000 lines with the products, 75 options.
 BUDGET = {
-    "core": {"files": 155, "lines": 21_478, "tokens": 155_338},
+    "core": {"files": 153, "lines": 21_463, "tokens": 155_280},
     "products": {"files": 36, "lines": 6_440, "tokens": 50_120},
 }
 OPTIONS = 75

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from optax_accum._across import outcomes, policy
-from optax_accum._across.divisor import as_divisor
+from optax_accum._across.accumulator import as_divisor
 from optax_accum._across.inner import check_accumulates_once, check_no_lookahead
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, WindowRules, micro_step, weighed

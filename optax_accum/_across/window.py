@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import accumulator, inner, on_host, outcomes
-from optax_accum._across.divisor import Divisor
+from optax_accum._across.accumulator import Divisor
 from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Closing, Outcome
 from optax_accum._across.policy import Policy
