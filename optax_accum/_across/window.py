@@ -17,7 +17,7 @@ from optax_accum._across.accumulator import Divisor
 from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Closing, Outcome
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import Schedule, was_asked
+from optax_accum._across.schedules import Schedule
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, compilers, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_array
@@ -89,7 +89,7 @@ def micro_step(
         return space.total(window.weight)
 
     if closes is None:
-        closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
+        closes = rules.schedule.closes(window.state, weight, window.counts, batch.flush)
 
     def verdict() -> Any:
         return judged(rules, space, batch, state, window)
@@ -173,7 +173,7 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
         divides &= window.state.mini_step > 0 if rules.policy.waits else weight != 0
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
-    if (asked := was_asked(batch.flush)) is not False:
+    if (asked := rules.schedule.asked(batch.flush)) is not False:
         has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.grad_weight) != 0)
     left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
     loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
