@@ -256,10 +256,7 @@ def _init(rules: WindowRules, params: Tree) -> AccumulationState:
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)
-
-    def scalar() -> Any:
-        return space.scalar(params)
-
+    scalar = lambda: space.scalar(params)
     return new_state(
         inner_opt_state,
         acc_grads,

@@ -84,27 +84,18 @@ def micro_step(
     closes = on_host.closes(rules.schedule, rules.policy, state, batch.flush)
     given, state = state, on_host.plain(state)
     window = join(rules, space, batch, state, params)
-
-    def weight() -> Any:
-        return space.total(window.weight)
-
     if closes is None:
+        weight = lambda: space.total(window.weight)
         closes = rules.schedule.closes(window.state, weight, window.counts, batch.flush)
-
-    def verdict() -> Any:
-        return judged(rules, space, batch, state, window)
-
-    def emit() -> Any:
-        return close(rules, space, window, like, params, batch.extra_args, outcome)
-
-    def hold() -> Any:
-        return leave_open(rules, space, window, outcome, emit)
-
-    def alike(new: Any) -> Any:
-        return inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
-
-    costly = rules.policy.needs_sum or space.communicates
-    (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
+    emit = lambda: close(rules, space, window, like, params, batch.extra_args, outcome)
+    (result, fields), closing = outcomes.emit_or_hold(
+        closes,
+        lambda: judged(rules, space, batch, state, window),
+        emit,
+        lambda: leave_open(rules, space, window, outcome, emit),
+        costly=rules.policy.needs_sum or space.communicates,
+        alike=lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params),
+    )
     return result, on_host.spent(outcomes.state_after(window.with_left(fields), closes, closing, fields), given)
 
 
