@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from optax_accum._across.apply import apply_gradients
-from optax_accum._across.discard import discard_window
 from optax_accum._across.jit_step import jit_step
 from optax_accum._across.metrics import mean_grads, metrics
-from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.policy import discard_if
+from optax_accum._across.state_changes import discard_window, from_multi_steps
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients
 from optax_accum._core.state import AccumulationState, has_updated

@@ -21,8 +21,8 @@ docs/when_not.md has sources and examples.
 """
 
 from optax_accum._across.metrics import gradient_noise_scale
-from optax_accum._loss.meter import Options
-from optax_accum._loss.noise import Layers, NoiseScale, Statistics, smooth
+from optax_accum._loss.meter import Layers, Options
+from optax_accum._loss.noise import NoiseScale, Statistics, smooth
 
 __all__ = [
     "Layers",

@@ -228,13 +228,13 @@ ASKED = {
         {"is_ratio", "isinstance Ratio"},
         "_loss/ratio _across/loss",
     ),
-    "how is a micro-batch differentiated": ({"vjp"}, "_loss/backward"),
+    "how is a micro-batch differentiated": ({"vjp"}, "_across/loss"),
     "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
     "what is measured": (
         {"as_meter", "Measuring", "Counting"},
         "_loss/meter _across/transformation _within/rules",
     ),
-    "is a gradient measured": ({"measures"}, "_loss/meter _across/loss"),
+    "is a gradient measured": ({"measures"}, "_loss/meter"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _space/devices flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
@@ -244,7 +244,7 @@ ASKED = {
     ),
     "is the divisor a weight": (
         {"is_mean"},
-        "_across/divisor _across/window _across/steps _across/multi_steps _across/transformation flax/_calls",
+        "_across/accumulator _across/window _across/steps _across/state_changes _across/transformation flax/_calls",
     ),
     "does it lie in host memory": (
         {"to_memory_of"},
@@ -448,7 +448,7 @@ def test_dir_shows_what_users_need():
 # What is there, rounded up: what adds a mechanism takes away another, and what makes it smaller lowers the budget.
 # The goals: a core of 15,200 lines, 100,000 tokens and 100 files, 21,000 lines with the products, 75 options.
 BUDGET = {
-    "core": {"files": 155, "lines": 21_431, "tokens": 155_076},
+    "core": {"files": 151, "lines": 21_272, "tokens": 154_050},
     "products": {"files": 36, "lines": 6_440, "tokens": 50_120},
 }
 OPTIONS = 75

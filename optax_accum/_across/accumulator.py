@@ -1,11 +1,15 @@
-"""What the state holds of a window in flight: the sum of its gradients; with `every=1` nothing."""
+"""The sum of a window: what the state holds of it, with `every=1` nothing, and what divides it, a mean or a sum."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import compilers, matching
+from optax_accum._core import arithmetic, compilers, matching
 from optax_accum._core.state import AccumulationState, holds_sum
-from optax_accum._core.types import Tree, Weight
+from optax_accum._core.types import Flag, Tree, Weight
+from optax_accum._shared.checks import one_of
 
 
 def check(schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
@@ -31,3 +35,29 @@ def with_sum(state: AccumulationState, total: Tree) -> AccumulationState:
 def weight_with(state: AccumulationState, weight: Weight) -> Weight:
     """The weight of the window with this micro-batch in it; known when tracing, where it is alone and its weight is."""
     return state.weight + weight if holds_sum(state) else weight
+
+
+class Divisor(NamedTuple):
+    """Divides the sum of a window.
+
+    Attributes:
+      is_mean: whether the divisor is the sum of the weights, of which each device holds a part.
+      divides: `weight -> flag`: whether a window of this weight makes an update.
+      factor: `weight -> number`: multiplies the sum.
+      unweighed: `rows -> weight`: for a micro-batch without a weight; `rows` may be the denominator of its loss.
+    """
+
+    is_mean: bool
+    divides: Callable[[Weight], Flag]
+    factor: Callable[[Weight], Weight]
+    unweighed: Callable[[Any], Weight]
+
+
+TABLE = {
+    "mean": Divisor(True, arithmetic.divides, arithmetic.reciprocal, lambda rows: rows * 1.0),
+    "sum": Divisor(False, lambda weight: weight != 0, lambda weight: 1.0, lambda rows: 1.0),
+}
+
+
+def as_divisor(reduction: str) -> Divisor:
+    return TABLE[one_of("reduction", reduction, tuple(TABLE))]

@@ -89,18 +89,11 @@ def apply_gradients(
     checks.check_no_module([params], checks.MODULES_ACROSS_CALLS)
     check_arrays("Gradients", grads, NOT_GRADIENTS)
     check_arrays("Parameters", params, NOT_ARRAYS)
-    if not rules_of(tx) and extra_args.keys() & {"weight", "rows", "flush"}:
+    if rules := rules_of(tx):
+        return update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
+    if extra_args.keys() & {"weight", "rows", "flush"}:
         check_no_other_window(state, "apply_gradients with weight, rows or flush")
         if not states_in(state):
             warn_of_no_window()
-    return applied(tx, grads, state, params, **extra_args)
-
-
-def applied(
-    tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
-) -> tuple[Tree, Tree]:
-    """`apply_gradients` of arguments that were checked: `weight` and `rows` may be the library's own."""
-    if rules := rules_of(tx):
-        return update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

@@ -23,12 +23,8 @@ def update(
 
     Updates have the dtypes that `grads` would have given; the state keeps its dtypes and its memory (the host's, say).
     """
-    old = compilers.on_device(state)
-
-    def run(grads: Any) -> Any:
-        return inner.update(grads, old, params, **extra_args)
-
-    same = dtypes.same(mean, grads)
+    old, same = compilers.on_device(state), dtypes.same(mean, grads)
+    run = lambda grads: inner.update(grads, old, params, **extra_args)
     try:
         with jax.named_scope("optax_accum.inner"):
             updates, new = run(mean)
@@ -119,11 +115,7 @@ def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra
 
 def ignored_args(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
     """Which of these extra arguments the optimizer ignores."""
-
-    def others(name: Any) -> Any:
-        return {other: value for other, value in extra_args.items() if other != name}
-
-    return [name for name in sorted(names) if not _reads(inner, name, extra_args[name], args, others(name))]
+    return [name for name in sorted(names) if not _reads(inner, name, args, extra_args)]
 
 
 def is_data(value: Any) -> bool:
@@ -132,13 +124,15 @@ def is_data(value: Any) -> bool:
     return all(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value))
 
 
-def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> bool:
+def _reads(inner: Inner, name: str, args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> bool:
     """Whether `inner` uses an argument that its signature does not name, as a member of a chain may."""
+    others, value = dict(extra_args), extra_args[name]
+    del others[name]
     try:
         jax.eval_shape(lambda: inner.update(*args, **others))
         if not is_data(value):
             return False
-        program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(value).jaxpr
+        program = jax.make_jaxpr(lambda value: inner.update(*args, **others, **{name: value}))(value).jaxpr
     except TypeError:  # it misses the argument, or needs its value
         return True
     read = {var for equation in program.eqns for var in equations.operands(equation)}

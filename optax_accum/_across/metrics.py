@@ -1,7 +1,5 @@
 """What a state tells of a run: `metrics`, `mean_grads`, `gradient_noise_scale`, as totals over devices."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -185,10 +183,7 @@ def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str,
     latest = jax.tree.map(lambda squares: jax.lax.pmean(jnp.mean(squares), axes), samples.latest)
     names = [] if set(statistics.noise) == {ALL} else list(statistics.noise)
     for group in (None, *names):
-
-        def group_of(parts: Any) -> Any:
-            return sum(parts.values()) if group is None else parts[group]  # noqa: B023
-
+        group_of = lambda parts, group=group: sum(parts.values()) if group is None else parts[group]
         end = "" if group is None else f"/{group}"
         scalars[f"gradient_norm{end}"] = jnp.sqrt(group_of(statistics.squares))
         scalars[f"micro_gradient_norm{end}"] = jnp.sqrt(group_of(latest))

@@ -1,6 +1,6 @@
 """Whether a micro-step closes its window, where the host knows it: a state that says so while `jit_step` traces."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import Schedule, asked_by_caller, was_asked
+from optax_accum._across.schedules import Schedule
 from optax_accum._core.state import AccumulationState
 
 
@@ -21,19 +21,18 @@ class Decision:
 
     Attributes:
       closes: whether the call closes the window; None until the schedule has said it.
-      due: `(number, asked) -> bool`, the schedule's answer for later calls.
-      by_caller: whether the caller alone closes the window.
+      schedule: when later calls close it; None until the window has been seen.
       asked: whether the step was told to close the window, by its caller or by itself.
     """
 
     def __init__(self, number: int | None = None, closes: bool | None = None):
         self.number, self.closes = number, closes  # this micro-step's in its window, or the answer itself
-        self.due: Callable[[int, bool], bool] | None = None
-        self.by_caller = self.asked = False
+        self.schedule: Any = None
+        self.asked = False
 
     def made(self, schedule: Schedule, policy: Policy, flush: Any) -> bool:
         """Whether the call closes the window; raises if the host cannot know it."""
-        asked = was_asked(flush)
+        asked = schedule.asked(flush)
         if isinstance(asked, jax.Array):
             raise NotOnHostError("flush is an array, not a bool of Python")
         if not schedule.holds:
@@ -42,11 +41,9 @@ class Decision:
             raise NotOnHostError(f"only the device knows when a window closes (every={schedule.text})")
         if policy.waits and not schedule.by_caller:
             raise NotOnHostError(f"only the device knows which micro-batches count (nonfinite={policy.text})")
-        if schedule.by_caller:
-            asked_by_caller(flush)
-        self.due, self.by_caller, self.asked = schedule.on_host, schedule.by_caller, asked
+        self.schedule, self.asked = schedule, asked
         if self.closes is None:
-            self.closes = self.due(self.number or 0, asked)
+            self.closes = schedule.on_host(self.number or 0, asked)
         return self.closes
 
 

@@ -36,19 +36,13 @@ class Closing(NamedTuple):
 
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
-
-    def gathered(updates: Any) -> Any:
-        return updates if params is None else space.gather(updates, params)
-
+    gathered = lambda updates: updates if params is None else space.gather(updates, params)
     return Outcome(gathered, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:
     """The outcome of `apply_gradients`: new parameters, or the old ones."""
-
-    def moved(updates: Any) -> Any:
-        return space.gather(apply_updates(space.shard(params), updates), params)
-
+    moved = lambda updates: space.gather(apply_updates(space.shard(params), updates), params)
     return Outcome(moved, lambda emit: params)
 
 
@@ -107,10 +101,7 @@ def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields
     """The state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
     rejected = fields.pop("rejected", False)
     closes, emits = flags.known(closes), flags.known(flags.both(closing.emits, flags.negated(rejected)))
-
-    def reset(total: Any) -> Any:
-        return flags.selected(closes, jnp.zeros_like(total), total)
-
+    reset = lambda total: flags.selected(closes, jnp.zeros_like(total), total)
     return state._replace(
         mini_step=reset(state.mini_step),
         gradient_step=count(state.gradient_step, emits),
@@ -155,8 +146,6 @@ def count(total: jax.Array, flag: Flag) -> jax.Array:
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
-    def select(a: Any, b: Any) -> Any:
-        return a if dtypes.is_float0(a) else jnp.where(flag, a, b)
-
+    select = lambda a, b: a if dtypes.is_float0(a) else jnp.where(flag, a, b)
     chosen = jax.tree.map(select, *map(compilers.on_device, (on_true, on_false)))
     return compilers.to_memory_of(chosen, on_false)

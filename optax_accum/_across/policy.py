@@ -138,80 +138,66 @@ TABLE = {
 
 def _from_callable(skip: Skip) -> Policy:
     """Takes a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
-    answer, blank = _remembering(skip, _Form("A callable nonfinite", "skip"))
-    return Policy(lambda space, grads, amount, *rest: answer(grads, *rest), waits=True, blank=blank)
+    rule = _Rule(skip, "A callable nonfinite", "skip")
+    return Policy(lambda space, grads, amount, *rest: rule.answer(grads, *rest), waits=True, blank=rule.blank)
 
 
-def _from_window_rule(rule: Skip) -> Policy:
-    rejects, blank = _remembering(rule, _Form("The rule of discard_if", "discard"))
-    return Policy(_join_all, rejects=rejects, blank=blank, text="discard_if")
-
-
-class _Form(NamedTuple):
-    """How messages call a rule, and the flag that it returns with an `info`."""
-
-    rule: str
-    flag: str
-
-    def checked(self, answer: Any) -> Any:
-        if not isinstance(answer, tuple | list) or len(answer) != 2:
-            raise TypeError(
-                f"{self.rule} must return ({self.flag}, info): it returned {short(answer)}. Return ({self.flag}, ()) "
-                "where there is nothing to tell."
-            )
-        return answer
-
-    def as_flag(self, flag: Any) -> jax.Array:
-        if checks.dtype_and_shape(flag) != (jnp.bool_, ()):
-            raise TypeError(
-                f"{self.rule} must return ({self.flag}, info) with a bool scalar first: it returned {short(flag)}. "
-                "Reduce it to one answer with jnp.any or jnp.all."
-            )
-        return jnp.asarray(flag)
-
-    def check_last(self, state: AccumulationState, first: Tree) -> None:
-        """Raises if the state's info, which the rule is about to be given, is of another tree than its default."""
-        if jax.tree.structure(state.skip_state) != jax.tree.structure(first):
-            raise ValueError(
-                f"{self.rule} must be given an info of the tree of its default, {first!r}: the state has "
-                f"{state.skip_state!r}, of another policy. {_ADOPT}"
-            )
-
-    def like_last(self, info: Tree, state: AccumulationState) -> Tree:
-        if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
-            raise ValueError(
-                f"{self.rule} must return an info of the tree in the state: it returned {info!r}, the state has "
-                f"{state.skip_state!r}. For a state of another policy: {_ADOPT}"
-            )
-        remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
-        checks.check_kinds(f"The info of {self.rule[0].lower()}{self.rule[1:]}", info, state.skip_state, remedy)
-        return dtypes.cast_like(info, state.skip_state)
+def _from_window_rule(discard: Skip) -> Policy:
+    rule = _Rule(discard, "The rule of discard_if", "discard")
+    return Policy(_join_all, rejects=rule.answer, blank=rule.blank, text="discard_if")
 
 
 _ADOPT = "Replace it: state._replace(skip_state=tx.init(params).skip_state)."
 
 
-def _remembering(rule: Skip, form: _Form) -> tuple[Callable[[Tree, AccumulationState, Tree], tuple[Flag, Tree]], Any]:
-    """The answer of a rule for a gradient, and its `info` before the first."""
-    remembers = inspect.signature(rule).parameters.get("info")
-    if remembers and remembers.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{form.rule} with a parameter info must say what it is given first: info has no default. Write "
-            "info=(0.0, 0), say."
-        )
+class _Rule:
+    """A rule of the user's, which returns a flag and an `info`; messages call it `name`, and the flag `flag`."""
 
-    def answer(grads: Tree, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
-        last = {}
-        if remembers:
-            form.check_last(state, remembers.default)
-            last = {"info": state.skip_state}
-        flag, info = form.checked(rule(grads, state.gradient_step, params, **last))
-        return form.as_flag(flag), form.like_last(info, state)
+    def __init__(self, rule: Skip, name: str, flag: str):
+        self._rule, self._name, self._returns = rule, name, f"{name} must return ({flag}, info)"
+        self._flag, self._info = flag, inspect.signature(rule).parameters.get("info")  # if it is given the last one
+        if self._info and self._info.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{name} with a parameter info must say what it is given first: info has no default. Write "
+                "info=(0.0, 0), say."
+            )
 
-    def blank(params: Tree) -> Tree:
-        if remembers:
-            return dtypes.strong(remembers.default)
-        shapes = jax.eval_shape(rule, params, jnp.zeros([], jnp.int32), params)
-        return arithmetic.zeros_of(form.checked(shapes)[1])
+    def blank(self, params: Tree) -> Tree:
+        """The info before the first gradient."""
+        if self._info:
+            return dtypes.strong(self._info.default)
+        shapes = jax.eval_shape(self._rule, params, jnp.zeros([], jnp.int32), params)
+        return arithmetic.zeros_of(self._checked(shapes)[1])
 
-    return answer, blank
+    def answer(self, grads: Tree, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+        """The flag and the info for a gradient; raises for a state whose info is of another tree."""
+        last, old = {}, state.skip_state
+        if self._info:
+            last, first = {"info": old}, self._info.default
+            if jax.tree.structure(old) != jax.tree.structure(first):
+                raise ValueError(
+                    f"{self._name} must be given an info of the tree of its default, {first!r}: the state has "
+                    f"{old!r}, of another policy. {_ADOPT}"
+                )
+        flag, info = self._checked(self._rule(grads, state.gradient_step, params, **last))
+        if checks.dtype_and_shape(flag) != (jnp.bool_, ()):
+            raise TypeError(
+                f"{self._returns} with a bool scalar first: it returned {short(flag)}. Reduce it to one answer with "
+                "jnp.any or jnp.all."
+            )
+        if jax.tree.structure(info) != jax.tree.structure(old):
+            raise ValueError(
+                f"{self._name} must return an info of the tree in the state: it returned {info!r}, the state has "
+                f"{old!r}. For a state of another policy: {_ADOPT}"
+            )
+        remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
+        checks.check_kinds(f"The info of {self._name[0].lower()}{self._name[1:]}", info, old, remedy)
+        return jnp.asarray(flag), dtypes.cast_like(info, old)
+
+    def _checked(self, answer: Any) -> Any:
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise TypeError(
+                f"{self._returns}: it returned {short(answer)}. Return ({self._flag}, ()) where there is nothing to "
+                "tell."
+            )
+        return answer

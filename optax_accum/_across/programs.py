@@ -122,8 +122,8 @@ class StepPrograms:
             if not decisions:
                 raise NotOnHostError("no argument holds a state of accumulate_gradients, so each call is one program")
             program = self._traced(call, decisions)
-            self.due = [_due(decision, call.flush) for decision in decisions if decision.due]
-            self.by_caller = all(decision.by_caller for decision in decisions)
+            self.due = [_due(decision, call.flush) for decision in decisions]
+            self.by_caller = all(decision.schedule.by_caller for decision in decisions)
             self.known[program.closes or (), call.flush is True] = program
             return program
         except NotOnHostError as error:
@@ -170,8 +170,7 @@ class StepPrograms:
 
 def _due(decision: Decision, flush: bool | None) -> Callable[[int, bool], bool]:
     """Whether a later call closes a window; a step that asks for it by itself does so at every call."""
-    due, by_itself = decision.due, decision.asked and flush is not True
-    assert due is not None
+    due, by_itself = decision.schedule.on_host, decision.asked and flush is not True
     return lambda number, asked: due(number, asked or by_itself)
 
 

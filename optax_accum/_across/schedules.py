@@ -19,9 +19,9 @@ class Schedule(NamedTuple):
     """When a window closes: what `optax_accum.batching.every_by_tokens` and `every_by_noise` return, for `every`.
 
     Attributes:
-      due: `(state, weight, counts, flush) -> flag`, whether the micro-step that the state has just counted closes its
-        window. `weight()` is the weight of the window, on all devices; `counts` says whether it was a micro-step,
-        and not left out; `flush` what the caller said, or None.
+      due: `(state, weight, counts) -> flag`, whether the micro-step that the state has just counted closes its window
+        if the caller does not. `weight()` is the weight of the window, on all devices; `counts` says whether it was a
+        micro-step, and not left out.
       holds: whether a gradient is ever kept from one micro-step to the next.
       needs: fields of the state that it reads, which a meter fills.
       text: what `every` was, for a message.
@@ -30,12 +30,26 @@ class Schedule(NamedTuple):
       by_caller: whether the caller alone closes the window.
     """
 
-    due: Callable[[AccumulationState, Callable[[], Weight], Flag, Any], Flag]
+    due: Callable[[AccumulationState, Callable[[], Weight], Flag], Flag]
     holds: bool = True
     needs: tuple[str, ...] = ()
     text: str = "a schedule"
     on_host: Callable[[int, bool], bool] | None = None
     by_caller: bool = False
+
+    def closes(self, state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
+        """Whether a micro-step closes its window; `flush` is what the caller said, or None."""
+        asked = self.asked(flush)
+        return asked if asked is True else flags.known(flags.either(self.due(state, weight, counts), asked))
+
+    def asked(self, flush: Any) -> Flag:
+        """Whether the caller closes the window; raises if nobody else does, and the caller does not say it."""
+        if flush is None and self.by_caller:
+            raise ValueError(
+                "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
+                "close it."
+            )
+        return False if flush is None else as_flush(flush)
 
 
 Every = int | Callable[[Any], Any] | Schedule | None
@@ -45,49 +59,24 @@ def as_schedule(every: Any) -> Schedule:
     if isinstance(every, Schedule):
         return every
     if every is None:
-        due = lambda state, weight, counts, flush: asked_by_caller(flush)
-        return Schedule(due, text="None", on_host=lambda number, asked: asked, by_caller=True)
+        return Schedule(lambda *_: False, text="None", on_host=lambda number, asked: asked, by_caller=True)
     if callable(every):
         return by_count(lambda state: every(state.gradient_step))
     count = _as_int(every)
     if count == 1:
-        due = _or_flush(lambda state, weight, counts: counts)
-        return Schedule(due, holds=False, text="1")
-    due = _or_flush(lambda state, *_: state.mini_step >= count)
-    return Schedule(due, text=str(count), on_host=lambda number, asked: asked or number >= count)
+        return Schedule(lambda state, weight, counts: counts, holds=False, text="1")
+    on_host = lambda number, asked: asked or number >= count
+    return Schedule(lambda state, *_: state.mini_step >= count, text=str(count), on_host=on_host)
 
 
 def by_count(count: Callable[[AccumulationState], Any], **fields: Any) -> Schedule:
     """Windows of `count(state)` micro-steps; a number below 1 acts as 1."""
-    return Schedule(_or_flush(lambda state, *_: state.mini_step >= _as_count(count(state))), **fields)
+    return Schedule(lambda state, *_: state.mini_step >= _as_count(count(state)), **fields)
 
 
 def by_weight(least: float, text: str) -> Schedule:
     """Windows that close at a weight of `least`; a NaN closes its window, and shows."""
-    return Schedule(_or_flush(lambda state, weight, _: jnp.logical_not(weight() < least)), text=text)
-
-
-def _or_flush(
-    due: Callable[[AccumulationState, Callable[[], Weight], Flag], Flag],
-) -> Callable[[AccumulationState, Callable[[], Weight], Flag, Any], Flag]:
-    def closes(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
-        asked = was_asked(flush)
-        return asked if asked is True else flags.known(flags.either(due(state, weight, counts), asked))
-
-    return closes
-
-
-def was_asked(flush: Any) -> Flag:
-    return False if flush is None else as_flush(flush)
-
-
-def asked_by_caller(flush: Any) -> Flag:
-    if flush is None:
-        raise ValueError(
-            "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
-            "close it."
-        )
-    return flags.known(as_flush(flush))
+    return Schedule(lambda state, weight, counts: jnp.logical_not(weight() < least), text=text)
 
 
 def _as_int(every: Any) -> int:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import accumulator, on_host, outcomes, schedules
-from optax_accum._across.apply import applied
 from optax_accum._across.inner import check_extra_args, ignored_args, is_data
 from optax_accum._across.loss import Added, Done, Loss
 from optax_accum._across.window import MicroBatch, WindowRules, check_state, micro_step, weighed
@@ -39,10 +38,6 @@ class Keywords(NamedTuple):
     weight: Any
     flush: Any
     extra_args: Mapping[str, Any]
-
-    @property
-    def names(self) -> set[str]:
-        return {name for name in ("weight", "flush") if getattr(self, name) is not None} | self.extra_args.keys()
 
 
 def adds_up(state: Tree) -> bool:
@@ -110,11 +105,13 @@ class Step:
         if amount.multiplies is not None:
             counted["grad_weight"] = amount.multiplies
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
-        return applied(self.inner, done.grads, state, params, **extra_args)
+        updates, state = optax.with_extra_args_support(self.inner).update(done.grads, state, params, **extra_args)
+        return outcomes.apply_updates(params, updates), state
 
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, also those given by keyword; the other keywords are the optimizer's."""
-        signature, names = self.roles.signature, keywords.names
+        signature, given = self.roles.signature, keywords._asdict()
+        names = {name for name in ("weight", "flush") if given[name] is not None} | keywords.extra_args.keys()
         if both := sorted(names & self._inner_names & signature.keywords_after(len(args))):
             raise TypeError(
                 f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "

@@ -10,11 +10,10 @@ from optax_accum._across.loss import Loss
 from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
 from optax_accum._arguments import callables, checks
-from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.types import Axes, Name, Tree
+from optax_accum._arguments.roles import Roles
+from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import Returns
-from optax_accum._loss.weighing import Amount
+from optax_accum._loss.ratio import Returns
 from optax_accum._shared.checks import as_function
 
 
@@ -155,7 +154,7 @@ def value_and_apply_gradients(
         returns=Returns(has_aux),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         meter=rules.meter if rules else Meter(),
-        amount_from_loss=_amount_from_loss(fun, roles, has_aux) if exact else None,
+        weigher=functools.partial(_weigher, fun, roles, has_aux) if exact else None,
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "grad_weight", "flush")
@@ -173,13 +172,7 @@ def value_and_apply_gradients(
     return step
 
 
-def _amount_from_loss(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., Amount | None]:
-    """A function that reads off a loss how its micro-batch counts; a sum, or what is weighed, is only checked."""
+def _weigher(*args: Any) -> Any:
+    from optax_accum._explain.weigher import Weigher  # loaded when the first loss is read
 
-    def read(call: Call, *, takes_a_sum: bool, is_weighed: bool, axes: Axes = ()) -> Amount | None:
-        from optax_accum._explain.weigher import Weigher  # loaded when the first loss is read
-
-        weigher = Weigher(fun, roles, has_aux, axes)
-        return weigher.amount(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
-
-    return read
+    return Weigher(*args)

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from optax_accum._across import outcomes, policy
-from optax_accum._across.divisor import as_divisor
+from optax_accum._across.accumulator import as_divisor
 from optax_accum._across.inner import check_accumulates_once, check_no_lookahead
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, WindowRules, micro_step, weighed
@@ -256,10 +256,7 @@ def _init(rules: WindowRules, params: Tree) -> AccumulationState:
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)
-
-    def scalar() -> Any:
-        return space.scalar(params)
-
+    scalar = lambda: space.scalar(params)
     return new_state(
         inner_opt_state,
         acc_grads,

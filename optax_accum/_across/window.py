@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import accumulator, inner, on_host, outcomes
-from optax_accum._across.divisor import Divisor
+from optax_accum._across.accumulator import Divisor
 from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Closing, Outcome
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import Schedule, was_asked
+from optax_accum._across.schedules import Schedule
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, compilers, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_array
@@ -84,27 +84,18 @@ def micro_step(
     closes = on_host.closes(rules.schedule, rules.policy, state, batch.flush)
     given, state = state, on_host.plain(state)
     window = join(rules, space, batch, state, params)
-
-    def weight() -> Any:
-        return space.total(window.weight)
-
     if closes is None:
-        closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
-
-    def verdict() -> Any:
-        return judged(rules, space, batch, state, window)
-
-    def emit() -> Any:
-        return close(rules, space, window, like, params, batch.extra_args, outcome)
-
-    def hold() -> Any:
-        return leave_open(rules, space, window, outcome, emit)
-
-    def alike(new: Any) -> Any:
-        return inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
-
-    costly = rules.policy.needs_sum or space.communicates
-    (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
+        weight = lambda: space.total(window.weight)
+        closes = rules.schedule.closes(window.state, weight, window.counts, batch.flush)
+    emit = lambda: close(rules, space, window, like, params, batch.extra_args, outcome)
+    (result, fields), closing = outcomes.emit_or_hold(
+        closes,
+        lambda: judged(rules, space, batch, state, window),
+        emit,
+        lambda: leave_open(rules, space, window, outcome, emit),
+        costly=rules.policy.needs_sum or space.communicates,
+        alike=lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params),
+    )
     return result, on_host.spent(outcomes.state_after(window.with_left(fields), closes, closing, fields), given)
 
 
@@ -173,7 +164,7 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
         divides &= window.state.mini_step > 0 if rules.policy.waits else weight != 0
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     has_micro_batch = True
-    if (asked := was_asked(batch.flush)) is not False:
+    if (asked := rules.schedule.asked(batch.flush)) is not False:
         has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.grad_weight) != 0)
     left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
     loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)

@@ -1,7 +1,7 @@
 """What a traced loss says about micro-batches across calls: exact, not exact, or it cannot be read; and weights."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,7 @@ from optax_accum._core.equations import collective_axes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Axes, Name, Tree
 from optax_accum._explain.explanation import CANNOT_BE_READ, EXACT, NOT_EXACT, PLAIN, Weight
-from optax_accum._loss.parts import Returns
-from optax_accum._loss.ratio import as_ratio, check_loss, is_ratio
+from optax_accum._loss.ratio import Returns, as_ratio, check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
 from optax_accum._rows.levels import Levels
@@ -29,30 +28,34 @@ from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced_call import TracedCall, trace_call, type_of
 
 
-def typed(tree: Tree) -> Tree:
-    """Returns a tree with types in place of its arrays, which it does not hold."""
-    return jax.tree.map(lambda leaf: type_of(leaf) if is_array(leaf) else leaf, tree)
-
-
 def has_type(leaf: Any) -> bool:
     """Returns whether a leaf is an array, or the type of one."""
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def differs_along(tree: Tree) -> tuple[frozenset[str], ...]:
-    """Returns the axes of a `jax.shard_map` along which each array, or type of one, may differ between devices."""
-    return tuple(varying_axes(leaf) for leaf in jax.tree.leaves(tree) if has_type(leaf))
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A loss, with the arguments of one call, arrays or their types; `along`: what `differs_along` says of these."""
+    """A loss, with the arguments of one call, arrays or their types.
+
+    Attributes:
+      along: the axes of a `jax.shard_map` along which each of these may differ between devices.
+    """
 
     fun: Callable[..., Any]
     roles: Roles
     arguments: dict[Name, Any]
     has_aux: bool
     along: tuple[frozenset[str], ...] = ()
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], roles: Roles, arguments: Mapping[Name, Any], has_aux: bool) -> "Subject":
+        """Holds types in place of the arrays of a call."""
+        along = tuple(varying_axes(leaf) for leaf in jax.tree.leaves(list(arguments.values())) if has_type(leaf))
+        typed = {
+            name: jax.tree.map(lambda leaf: type_of(leaf) if is_array(leaf) else leaf, argument)
+            for name, argument in arguments.items()
+        }
+        return cls(fun, roles, typed, has_aux, along)
 
     def ask(self, question: Callable[[TracedCall], Any], *, integers: bool = False) -> Any:
         """Asks the traced loss, and runs nothing; parameters may be `integers`."""
@@ -102,11 +105,11 @@ def repeated(batch: Sequence[Tree]) -> Sequence[Tree]:
     return map_rows(lambda leaf: jnp.concatenate([leaf] * times), batch) if times > 1 else batch
 
 
-Terms = dict[str | None, Found] | None
+Terms = dict[str | None, Found]
 
 
 def terms_of(subject: Subject, found: TracedCall) -> Terms:
-    """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them, that may add up."""
+    """Returns what divides the loss, or each of its terms; {} for a `Ratio`, or a dict of them, that may add up."""
     returns, shapes = Returns(subject.has_aux), found.traced.shapes
     loss = returns.parts(shapes).loss
     check_loss(loss)
@@ -117,9 +120,9 @@ def terms_of(subject: Subject, found: TracedCall) -> Terms:
         sums = jax.tree.leaves(as_ratio(returns.taken_apart(places).loss))
         reasons = (reason for place in sums for reason in reasons_of(found.levels, place))
         certain = [reason for reason in reasons if reason.is_certain and not reason.unless_weighed]
-        return {None: Found((), tuple(dict.fromkeys(certain)))} if certain else None
+        return {None: Found((), tuple(dict.fromkeys(certain)))} if certain else {}
     names = sorted(terms, key=str)
-    divides: dict[str | None, Found] = {
+    divides: Terms = {
         name: denominators_of(found.levels, others, place, subject.along) for place, name in enumerate(names)
     }
     plain = [one for term in divides.values() for one in term.denominators if one.by is None]
@@ -135,7 +138,7 @@ class Answer(NamedTuple):
     Attributes:
       subject: the loss; it holds types alone.
       program: the program of rows.
-      terms: what divides the loss, or each of its terms; None for a `Ratio` that may add up.
+      terms: what divides the loss, or each of its terms; {} for a `Ratio` that may add up.
       spoken_to: what it takes from other devices, so that their micro-batches do not count each by itself.
       drawn: where each micro-batch draws the same random numbers for its rows.
     """
@@ -148,11 +151,11 @@ class Answer(NamedTuple):
 
     @property
     def reasons(self) -> list[Reason]:
-        return [*self.drawn, *(reason for term in (self.terms or {}).values() for reason in term.reasons)]
+        return [*self.drawn, *(reason for term in self.terms.values() for reason in term.reasons)]
 
     @property
     def denominators(self) -> list[Denominator]:
-        return [one for term in (self.terms or {}).values() for one in term.denominators]
+        return [one for term in self.terms.values() for one in term.denominators]
 
     @property
     def divides_by_several(self) -> bool:
@@ -167,8 +170,7 @@ class Answer(NamedTuple):
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The denominators in the user's terms."""
-        terms = (self.terms or {}).items()
-        return tuple(self._in_words(name, one) for name, term in terms for one in term.denominators)
+        return tuple(self._in_words(name, one) for name, term in self.terms.items() for one in term.denominators)
 
     @property
     def places(self) -> set[Place]:
@@ -196,7 +198,7 @@ class Answer(NamedTuple):
             return number if one.by is None else number / times
 
         any_weight = (Denominator(None, ()),)
-        return {name: list(map(count, term.denominators or any_weight)) for name, term in (self.terms or {}).items()}
+        return {name: list(map(count, term.denominators or any_weight)) for name, term in self.terms.items()}
 
     def weight(self, batch: Sequence[Tree]) -> jax.Array:
         """How much a batch of these types counts in a loss that one count divides."""

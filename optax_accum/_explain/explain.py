@@ -1,13 +1,12 @@
 """`explain`: reads a traced loss, before anything runs."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from optax_accum._arguments import checks
 from optax_accum._core.types import Name
-from optax_accum._explain.answers import Subject, answer_of, differs_along, typed, weight_fn
+from optax_accum._explain.answers import Subject, answer_of, weight_fn
 from optax_accum._explain.explanation import PLAIN, Coupling, Explanation
 from optax_accum._rows import locality
 from optax_accum._rows.leveling import body_levels, is_over_layers
@@ -135,9 +134,8 @@ def explain(
     for name in kwargs.keys() & {"num_microbatches", "microbatch_size"}:
         if not rules.roles.signature.takes(name):
             raise TypeError(f"explain has no {name}=: {name}={kwargs[name]!r}. {_NUMBER}")
-    arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
-    along = differs_along((args, list(kwargs.values())))
-    subject = Subject(rules.fun, rules.roles, arguments, has_aux, along)
+    arguments: dict[Name, Any] = {**dict(enumerate(args)), **kwargs}
+    subject = Subject.of(rules.fun, rules.roles, arguments, has_aux)
     return subject.ask(lambda found: _explained(rules, subject, found))
 
 
@@ -145,13 +143,13 @@ def _explained(rules: CallRules, subject: Subject, found: TracedCall) -> Explana
     levels, units, answer = found.levels, found.units, answer_of(subject, found)
     run = _run(rules, found)
     reasons = [str(reason) for reason in answer.reasons]
-    if answer.terms is None:
+    if not answer.terms:
         reasons = ["The loss returns a Ratio, which says itself how much it counts."]
     weights = () if reasons else answer.weights
     return Explanation(
         rows=units.count * units.block,
         group=units.block,
-        couplings=(*couplings_of_batch(levels, answer.places), *couplings_of(levels)),
+        couplings=couplings_of(levels, answer.places),
         loops=loops_of(run),
         one_pass=loops_of(run) == 1,
         kept_bytes=bytes_kept(run),
@@ -176,8 +174,9 @@ class Site(NamedTuple):
 
     equation: Equation
     kind: Kind
-    times: int
-    kept: frozenset[Value]  # the operands and results that are kept for all rows
+    times: int = 1
+    kept: frozenset[Value] = frozenset()  # the operands and results that are kept for all rows
+    of_batch: bool = False  # whether the batch alone decides it
 
 
 def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
@@ -235,23 +234,21 @@ def bytes_of(value: Value) -> int:
     return math.prod(value.aval.shape) * value.aval.dtype.itemsize
 
 
-def couplings_of(levels: Levels) -> list[Coupling]:
-    """The lines at which rows are taken together, one `Coupling` for each."""
+def couplings_of(levels: Levels, places: set[Any]) -> tuple[Coupling, ...]:
+    """The lines at which rows are taken together, one `Coupling` for each: by the batch alone, if among `places`."""
+    of_model = list(sites_of(levels))
     by_line: dict[Any, list[Site]] = {}
-    for site in sites_of(levels):
+    for site in (*sites_of_batch(levels, places - {site.equation.place for site in of_model}), *of_model):
         by_line.setdefault((site.equation.place, site.times), []).append(site)
-    return [_coupling(sites) for sites in by_line.values()]
+    return tuple(map(_coupling, by_line.values()))
 
 
-def couplings_of_batch(levels: Levels, places: set[Any]) -> list[Coupling]:
-    """The lines at which the batch alone takes rows together, among these `places`; but for those of the model."""
-    places = places - {site.equation.place for site in sites_of(levels)}
-    by_line: dict[Any, list[Site]] = {}
+def sites_of_batch(levels: Levels, places: set[Any]) -> Iterator[Site]:
+    """Yields the equations at these `places` that take rows together and that the batch alone decides."""
     for equation, kind in levels.kinds.items():
         of_batch = levels.of_params.isdisjoint(equation.ins)
         if kind in (Kind.PARTIAL, Kind.WHOLE) and of_batch and equation.place in places:
-            by_line.setdefault(equation.place, []).append(Site(equation, kind, 1, frozenset()))
-    return [dataclasses.replace(_coupling(sites), in_parts=False, of_batch=True) for sites in by_line.values()]
+            yield Site(equation, kind, of_batch=True)
 
 
 def _coupling(sites: list[Site]) -> Coupling:
@@ -263,10 +260,11 @@ def _coupling(sites: list[Site]) -> Coupling:
     return Coupling(
         place=first.equation.place,
         primitives=tuple(dict.fromkeys(site.equation.name for site in sites)),
-        in_parts=all(site.kind is Kind.PARTIAL for site in sites),
+        in_parts=not first.of_batch and all(site.kind is Kind.PARTIAL for site in sites),
         shape=tuple(largest.aval.shape),
         dtype=str(largest.aval.dtype),
         kept_bytes=first.times * sum(map(bytes_of, kept)),
         times=first.times,
         unknown=tuple(dict.fromkeys(unknown)),
+        of_batch=first.of_batch,
     )

@@ -12,7 +12,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import messages, tracing
 from optax_accum._core.types import Axes
-from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, differs_along, repeated, terms_of, typed
+from optax_accum._explain.answers import Answer, Subject, Terms, answer_of, repeated, terms_of
 from optax_accum._explain.explanation import BY_ITSELF, LOST, WITHIN, lost_where
 from optax_accum._loss.weighing import Amount
 from optax_accum._rows.denominators import Found, reasons_of
@@ -43,63 +43,51 @@ class Weigher:
     def amount(
         self, call: Call, *, takes_a_sum: bool, is_weighed: bool, total: Callable[[jax.Array], jax.Array] = lambda n: n
     ) -> Amount | None:
-        """Returns how the micro-batch of a call counts; None if by its rows, or as the user says, or if it is summed.
+        """Returns how the micro-batch of a call counts; None if by its rows.
 
-        One trace of the loss gives both numbers: read in two places, where rows lie in different ways, one
+        If micro-batches are summed, or the user weighs them (`is_weighed`), it is None, too: then the loss is only
+        checked. One trace of the loss gives both numbers: read in two places, where rows lie in different ways, one
         might be known and not the other. `total` adds the weights of devices that share one gradient.
         """
-        if takes_a_sum or is_weighed:
-            self._check(call, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
-            return None
-        read = self._read(call)
-        if read is None:
-            return None
-        weight = total(jnp.asarray(checks.as_weight(read.weight(call[call.batch]), name="What the loss divides by")))
-        return Amount.given(weight, read.kept)
-
-    def _check(self, call: Call, *, takes_a_sum: bool, is_weighed: bool) -> None:
-        """Raises where micro-batches of the loss do not add up, whatever they weigh.
-
-        Warns where nothing shows that they do, unless the user weighs them (`is_weighed`) and so says it.
-        """
+        is_read = not (takes_a_sum or is_weighed)
         try:
             answer = self._ask(call, _of_sum if takes_a_sum else terms_of)
         except Exception as error:  # whatever the loss raises for twice as many rows
-            if not is_weighed:
+            if is_read:
+                _warn([_other_program(error, call)], _ROWS)
+            elif not is_weighed:
                 _warn_of_sum([_other_program(error, call)])
-            return
+            return None
         if not answer.spoken_to:
             _check_adds_up(answer, takes_a_sum=takes_a_sum, is_weighed=is_weighed)
-        if (reasons := [*answer.spoken_to, *answer.reasons]) and not is_weighed:
-            _warn_of_sum(map(str, reasons))
+        if not is_read:
+            if (reasons := [*answer.spoken_to, *answer.reasons]) and not is_weighed:
+                _warn_of_sum(map(str, reasons))
+            return None
+        if not _tells(answer):
+            return None
+        weight = total(jnp.asarray(checks.as_weight(answer.weight(call[call.batch]), name="What the loss divides by")))
+        return Amount.given(weight, answer.kept)
 
     def _ask(self, call: Call, terms: Callable[[Subject, TracedCall], Terms]) -> Answer:
         call = call.with_values(call.batch, repeated(call[call.batch]))
-        types = {name: typed(argument) for name, argument in call.arguments.items()}
-        along = differs_along(list(call.arguments.values()))
-        subject = Subject(self.fun, self.roles, types, self.has_aux, along)
+        subject = Subject.of(self.fun, self.roles, call.arguments, self.has_aux)
         eager = not tracing.is_staged()
         return subject.ask(lambda found: answer_of(subject, found, terms, self.axes, eager=eager), integers=True)
 
-    def _read(self, call: Call) -> Answer | None:
-        try:
-            answer = self._ask(call, terms_of)
-        except Exception as error:  # whatever the loss raises for twice as many rows
-            _warn([_other_program(error, call)], _ROWS)
-            return None
-        if answer.spoken_to:
-            _warn(map(str, answer.spoken_to))
-            return None
-        _check_adds_up(answer)
-        _check_batch_tells(answer)
-        if answer.reasons:
-            _warn(map(str, answer.reasons))
-        if any(one.lost for one in answer.denominators):
-            lost = " ".join(lost_where(weight) for weight in answer.weights if weight.lost)
-            messages.warn(f"{lost} {LOST} {WITHIN}")
-        if not answer.denominators or answer.denominators[0].makes is None:
-            return None
-        return answer
+
+def _tells(answer: Answer) -> bool:
+    """Whether a loss tells how much its micro-batch counts, other than by its rows; warns where nothing shows it."""
+    if answer.spoken_to:
+        _warn(map(str, answer.spoken_to))
+        return False
+    _check_batch_tells(answer)
+    if answer.reasons:
+        _warn(map(str, answer.reasons))
+    if any(one.lost for one in answer.denominators):
+        lost = " ".join(lost_where(weight) for weight in answer.weights if weight.lost)
+        messages.warn(f"{lost} {LOST} {WITHIN}")
+    return bool(answer.denominators) and answer.denominators[0].makes is not None
 
 
 def _other_program(error: Exception, call: Call) -> str:
@@ -113,10 +101,10 @@ def _of_sum(subject: Subject, found: TracedCall) -> Terms:
     """Returns why the losses of micro-batches may not add up, whatever count divides them; or else that count."""
     if reasons := reasons_of(found.levels, 0):
         return {None: Found((), reasons)}
-    return {name: term._replace(reasons=()) for name, term in (terms_of(subject, found) or {}).items()}
+    return {name: term._replace(reasons=()) for name, term in terms_of(subject, found).items()}
 
 
-def _check_adds_up(answer: Answer, *, takes_a_sum: bool = False, is_weighed: bool = False) -> None:
+def _check_adds_up(answer: Answer, *, takes_a_sum: bool, is_weighed: bool) -> None:
     """Raises where micro-batches of a loss do not add up to the whole batch, as the optimizer takes them."""
     certain = [reason for reason in answer.reasons if reason.is_certain and not reason.unless_weighed]
     lines, denominators = list(map(str, certain)), answer.denominators

@@ -1,107 +1,12 @@
-"""Gradient noise: squared norms by group of leaves, estimates of noise and signal."""
+"""Gradient noise: estimates of noise and signal, from squared norms by group of leaves."""
 
-import dataclasses
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers
-from optax_accum._core.dtypes import default_float
-from optax_accum._core.leaves import by_path, for_each_leaf
-from optax_accum._core.types import Tree
-
 ALL = "all"  # the one group, where none are named
 ByGroup = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """A group for leaves that stack layers along their first axis.
-
-    Layer i is measured separately, as `name/i`.
-    """
-
-    name: str
-
-
-Group = str | Layers
-
-
-def names_of(groups: Tree, params: Tree) -> list[str]:
-    """The names of the groups with leaves; all names if parameters have no leaves, as Optax's tools make some."""
-    if not jax.tree.leaves(params):
-        return [ALL] if groups is None else jax.tree.leaves(groups)
-    names: dict[str, Group] = {}
-    for group, leaf in _with_group(groups, params):
-        for name in _names(group, jnp.shape(leaf)):
-            if names.setdefault(name, group) != group:
-                raise ValueError(
-                    f"Two groups must not have one name: {name!r} is {names[name]!r} and {group!r}. Rename one."
-                )
-    return list(names)
-
-
-def no_squares(groups: Tree, params: Tree) -> list[jax.Array]:
-    """Zeros for the squares of each leaf that has a gradient: [], or [n] for n layers."""
-    leaves: dict[Any, Any] = {}  # squares of one type begin with the same zeros: tracing is slow
-    kinds = []
-    for group, leaf in _with_group(groups, params):
-        kinds.append((jnp.shape(leaf)[:1] if isinstance(group, Layers) else (), compilers.varying_axes(leaf)))
-        leaves.setdefault(kinds[-1], leaf)
-    zeros = {kind: _empty(leaf, kind[0]) for kind, leaf in leaves.items()}
-    return [zeros[kind] for kind in kinds]
-
-
-def _empty(param: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Zeros, which differ between devices where the parameter does; a lone zero would be a constant, of no mesh."""
-    zeros = jnp.sum(jnp.zeros((1, *shape), default_float()), axis=0)
-    return compilers.as_varying(zeros, compilers.varying_axes(param))
-
-
-def squared_norms(groups: Tree, tree: Tree, like: jax.Array) -> ByGroup:
-    """`|g|^2` of each group: one number, or one for each row where `like` is [d], of leaves [d, ...]."""
-
-    def squared_norm(group: Group, leaf: Any) -> jax.Array:
-        return arithmetic.squared_norm(jnp.asarray(leaf), like.dtype, like.ndim + isinstance(group, Layers))
-
-    return _added((group, squared_norm(group, leaf)) for group, leaf in _with_group(groups, tree))
-
-
-def by_group(groups: Tree, squares: Tree) -> ByGroup:
-    return _added(_with_group(groups, squares))
-
-
-def _added(squares: Iterable[tuple[Group, jax.Array]]) -> ByGroup:
-    """The squares of leaves, added by group: [], or [d]; squares of layers come with one more axis, the last."""
-    sums: ByGroup = {}
-    for group, square in squares:
-        for layer, name in enumerate(_names(group, square.shape[-1:])):
-            part = square[..., layer] if isinstance(group, Layers) else square
-            sums[name] = sums[name] + part if name in sums else part
-    return sums
-
-
-def _names(group: Group, shape: tuple[int, ...]) -> list[str]:
-    return [f"{group.name}/{layer}" for layer in range(shape[0])] if isinstance(group, Layers) else [group]
-
-
-def _with_group(groups: Tree, tree: Tree) -> list[tuple[Group, Any]]:
-    groups = ALL if groups is None else groups
-    each = jax.tree.leaves(
-        for_each_leaf("groups", groups, tree, "Name one group for each branch; of a module of NNX, in an nnx.State.")
-    )
-    pairs = list(zip(each, by_path(tree), strict=True))
-    for group, (path, leaf) in pairs:
-        if not isinstance(group, Group):
-            raise TypeError(f'groups must have strings as leaves: {group!r}. Name a group, such as "embedding".')
-        if isinstance(group, Layers) and not jnp.ndim(leaf):
-            raise ValueError(
-                f"Layers are stacked along the first axis of a leaf: {group!r} has {path}, one number. Name a string "
-                "for it."
-            )
-    return [(group, leaf) for group, (_, leaf) in pairs if jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact)]
 
 
 class Statistics(NamedTuple):
@@ -129,21 +34,6 @@ class Samples(NamedTuple):
     squares: ByGroup  # sum(w |g|^2)
     number: jax.Array  # of samples
     latest: ByGroup  # |g|^2 of the last micro-step, whatever became of it
-
-
-def with_sample(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
-    """The sums with a sample in them, or only this where `first`. A gradient of weight 0 is no sample."""
-    if squares.keys() != samples.squares.keys():
-        raise ValueError(
-            f"The groups of statistics must be those of the state: groups={list(squares)}, and the state has "
-            f"{list(samples.squares)}. Between two windows, take those of a new state, new = tx.init(params): "
-            "state._replace(samples=new.samples, statistics=new.statistics)."
-        )
-    return Samples(
-        squares=arithmetic.add(samples.squares, squares, weight, first),
-        number=arithmetic.add(samples.number, jnp.asarray(weight != 0), 1.0, first),
-        latest=jax.tree.map(lambda new, old: new.astype(old.dtype), squares, samples.latest),
-    )
 
 
 def measure_window(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:

@@ -1,9 +1,12 @@
-"""`Ratio`: a loss whose denominator only the loss knows. Totals and counts are added apart, and divided once."""
+"""What a loss returns: a number, or a `Ratio`, whose denominator only the loss knows; of a pair, `(loss, aux)`, too.
+
+Totals and counts of a `Ratio` are added apart, and divided once.
+"""
 
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import numpy as np
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, dtypes, tracing
 from optax_accum._core.leaves import by_path
+from optax_accum._core.types import Tree
 from optax_accum._shared.arrays import short
 
 _CONSTANT = (
@@ -251,3 +255,41 @@ def reciprocal(count: jax.Array) -> jax.Array:
 def divided(total: jax.Array, count: jax.Array) -> jax.Array:
     """A sum divided by a count, or 0 where that is 0: one product, which fuses into the optimizer as no select does."""
     return arithmetic.scaled(total, reciprocal(count), total.dtype)
+
+
+class LossParts(NamedTuple):
+    """The parts of the value that `fun` returns."""
+
+    loss: Any  # [], or a dict of terms, each [], or a Ratio, or a dict of them
+    second: Tree = None  # auxiliary outputs, or the carry
+
+
+class Returns(NamedTuple):
+    """The form of the value that `fun` returns: a loss alone, or a pair if the user's `option` says so."""
+
+    is_pair: bool = False
+    option: str = "has_aux"
+    pair: str = "(loss, aux)"
+
+    def parts(self, out: Any) -> LossParts:
+        """Takes the result of `fun` apart; a loss that comes with its weight becomes a `Ratio`."""
+        parts = self.taken_apart(out)
+
+        def as_float(leaf: Any) -> Any:
+            return float(leaf) if type(leaf) is int else leaf  # a term that is switched off, say
+
+        return parts._replace(loss=jax.tree.map(as_float, as_ratio(parts.loss)))
+
+    def taken_apart(self, out: Any) -> LossParts:
+        """Takes the result of `fun` apart, and changes nothing in it."""
+        if not self.is_pair:
+            return LossParts(out)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"With {self.option}, fun must return a pair, {self.pair}: it returned {short(out)}. Return that, or "
+                "leave out the option."
+            )
+        return LossParts(*out)
+
+    def joined(self, parts: LossParts) -> Any:
+        return tuple(parts) if self.is_pair else parts.loss

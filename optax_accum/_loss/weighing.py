@@ -82,7 +82,9 @@ class ByWeight:
 
     def scaled(self, loss: Any) -> jax.Array:
         """The loss that is differentiated, []."""
-        return _times(loss, self.factor)
+        wide, factor = _wide(loss), self.factor
+        is_one = isinstance(factor, float) and factor == 1.0
+        return wide if is_one else wide * jnp.asarray(factor, wide.dtype)
 
     def counted(self, loss: Any) -> Amount:
         """How much it counts."""
@@ -107,9 +109,7 @@ class ByCount:
 
     def scaled(self, loss: ratio.Ratio) -> jax.Array:
         count = jnp.asarray(self.counted(loss).weight)
-        return _times(
-            ratio.divided(jnp.asarray(loss.total), ratio.kept_from_zero(count) if self.in_window else count), 1.0
-        )
+        return _wide(ratio.divided(jnp.asarray(loss.total), ratio.kept_from_zero(count) if self.in_window else count))
 
     def counted(self, loss: ratio.Ratio) -> Amount:
         return Amount.of_ratio(loss.total, self.mean_and_factor(loss.count)[0])
@@ -118,17 +118,7 @@ class ByCount:
         return ratio.divided(jnp.asarray(loss.total), loss.count)
 
 
-def _times(loss: Any, factor: Any) -> jax.Array:
-    """A loss, or the sum of its terms, times a number, in at least float32.
-
-    The backward pass of a loss below 32 bits rounds the number.
-    """
-
-    def term(loss: Any) -> jax.Array:
-        loss = loss if isinstance(loss, jax.Array) else jnp.asarray(loss)  # a number: a term that is switched off
-        dtype = dtypes.accumulator_dtype(loss.dtype, None)
-        wide = loss if loss.dtype == dtype else loss.astype(dtype)
-        is_one = isinstance(factor, float) and factor == 1.0
-        return wide if is_one else wide * jnp.asarray(factor, wide.dtype)
-
-    return functools.reduce(jnp.add, map(term, jax.tree.leaves(loss)))
+def _wide(loss: Any) -> jax.Array:
+    """A loss in at least float32: the backward pass of a loss below 32 bits would round what multiplies it."""
+    loss = jnp.asarray(loss)
+    return loss.astype(dtypes.accumulator_dtype(loss.dtype, None))

@@ -14,7 +14,7 @@ from optax_accum._arguments.rows import count_rows, is_split
 from optax_accum._core import tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Index, Name, Tree
-from optax_accum._loss.parts import LossParts, Returns
+from optax_accum._loss.ratio import LossParts, Returns
 from optax_accum._shared.checks import as_function
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, as_devices

@@ -10,7 +10,7 @@ from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
-from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import Returns
 from optax_accum._shared.checks import as_function
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._within import splitting

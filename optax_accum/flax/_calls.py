@@ -162,12 +162,8 @@ class Measured(NamedTuple):
     grad_weight: Any
 
 
-def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> Measured:
-    """The weighted metrics of a train step's micro-batch, and its loss among them: one scalar.
-
-    `weigh` returns the micro-batch's weight, or its `Amount`; None weighs it by rows. It is not called for a `Ratio`:
-    its count is the weight.
-    """
+def checked_loss(loss: Any, metrics: Any) -> Any:
+    """The loss of a train step, a `Ratio` if it is one's record; raises for one that is no scalar, or such metrics."""
     loss = as_ratio(loss)
     if isinstance(loss, tuple):
         raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
@@ -175,6 +171,15 @@ def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> 
     check_metrics(metrics)
     if "loss" in metrics:
         raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
+    return loss
+
+
+def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> Measured:
+    """The weighted metrics of a train step's micro-batch, and its loss among them.
+
+    `weigh` returns the micro-batch's weight, or its `Amount`; None weighs it by rows. It is not called for a `Ratio`:
+    its count is the weight.
+    """
     if isinstance(loss, Ratio):
         loss = loss.checked()
         amount = Amount.of_ratio(loss.total, loss.count)

@@ -13,7 +13,6 @@ from optax_accum._arguments.callables import as_weight_fn, check_called_with
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
-from optax_accum._loss.ratio import as_ratio
 from optax_accum._shared.arrays import is_key, short
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
@@ -74,9 +73,7 @@ def train_step(
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
-        call = roles.bind((params, batch, key, state), {})
-        sums_of(call, loss, extra, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
-        return loss, (as_ratio(loss), extra)
+        return loss, (_calls.checked_loss(loss, extra.get("metrics", {})), extra)
 
     def sums_of(call: Call, loss: Any, extra: Mapping[str, Any], weigh: Callable[[], Any]) -> dict[str, Any]:
         (batch,), state = call[call.batch], call.arguments[3]

@@ -12,7 +12,7 @@ from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Name, Tree
-from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import Returns
 from optax_accum._space.device import Device
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats

@@ -11,8 +11,7 @@ from optax_accum._arguments.callables import as_weight_fn, check_called_with
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
-from optax_accum._loss.parts import Returns
-from optax_accum._loss.ratio import as_ratio
+from optax_accum._loss.ratio import Returns
 from optax_accum.flax import _calls, _window
 from optax_accum.flax._calls import StepWeighing
 from optax_accum.flax._nnx import loss_of_arrays, value_and_grad
@@ -79,18 +78,13 @@ def train_step(
     check_called_with(fun, "model", "batch")
 
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
-        out = fun(model, batch)
-        loss, metrics = Returns(has_aux).taken_apart(out)
+        loss, metrics = Returns(has_aux).taken_apart(fun(model, batch))
         metrics = metrics if has_aux else {}
-        measured(batch, loss, metrics, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
-        return loss, (as_ratio(loss), metrics)
+        return loss, (_calls.checked_loss(loss, metrics), metrics)
 
-    def measured(batch: Tree, loss: Any, metrics: Any, weigh: Callable[[], Any]) -> tuple[_calls.Measured, jax.Array]:
-        return _calls.measured(loss, metrics, batch, weigh), _calls.weight_of(batch)
-
-    def sums_of(call: Call, *outputs: Any) -> tuple[_calls.Measured, jax.Array]:
+    def sums_of(call: Call, loss: Any, metrics: Any, weigh: Callable[[], Any]) -> tuple[_calls.Measured, jax.Array]:
         (batch,) = call[call.batch]
-        return measured(batch, *outputs)
+        return _calls.measured(loss, metrics, batch, weigh), _calls.weight_of(batch)
 
     value_and_grad(with_metrics, wrt=wrt, has_aux=True, **options)  # raises its errors when the step is built
     as_weight_fn(weight_fn, Roles(with_metrics))
