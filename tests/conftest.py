@@ -41,7 +41,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the sweep, unless it is asked for: by `--sweep`, by a mark, or by the name of a test."""
+    """Quick tests come first. The sweep is left out, unless it is asked for: by `--sweep`, a mark, or the name of a test."""
+    items.sort(key=lambda item: item.get_closest_marker("quick") is None)
     swept = [item for item in items if item.get_closest_marker("sweep")]
     if both := [item.nodeid for item in swept if item.get_closest_marker("quick")]:
         raise pytest.UsageError(
