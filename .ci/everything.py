@@ -2,8 +2,8 @@
 """Everything that ci.yml and docs.yml do, on one machine: half an hour on two cores. Prints the seconds of each leg.
 
 Lint and types come first, then the README's tests on the newest JAX, its quick ones first. The other legs run side by
-side, one on each core: the environments of .ci/environments.toml, the notebooks in Colab's versions from their install cell
-on, the docs with Equinox, Haiku and NumPyro, loops in PyTorch, wheel and sdist.
+side, one on each core: the environments of .ci/environments.toml, the notebooks in Colab's versions from their install
+cell on, the docs with Equinox, Haiku and NumPyro, loops in PyTorch, wheel and sdist.
 
 Needs Python with pip and nothing else, and 12 GB of disk. `--keep DIR` keeps the virtual environments and logs in DIR;
 names of legs run these alone, `--list` prints them.
