@@ -50,7 +50,7 @@ class Loss:
     returns: Returns
     weight_fn: Callable[..., Any] | None
     meter: Meter
-    weigher: Callable[..., Any] | None  # for the devices' axes what reads off the loss how a micro-batch counts
+    weigher: Callable[..., Any] | None  # of the devices' axes: reads off the traced loss how a micro-batch counts
 
     def add(
         self,
@@ -67,8 +67,8 @@ class Loss:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
         Without `acc`, or outside `jit`, the gradient is returned instead. `flush`: whether this micro-batch closes the
-        window, None if nobody has said it. `in_window`: whether the optimizer adds micro-batches up, of calls or of
-        devices, and `takes_a_sum` whether it takes their sum.
+        window, None if nobody has said it. `in_window`: whether several micro-batches, of calls or of
+        devices, make one update, and `takes_a_sum` whether of their sum.
         """
         call = device.localized(call, call.params).fold_key(index)
         params = call.arguments[0]
@@ -94,10 +94,10 @@ class Loss:
         if amount is None:  # a Ratio has its count only when it has been run
             backward, done, amount = run()
             gradient_of, rest_of = lambda: (backward, None), lambda: None
-        # Where the weight could change more than the size of gradients, for float16 or a `custom_vjp`, it is no factor
-        # of the cotangent.
+        # A weighed cotangent may overflow in float16, and a `custom_vjp` need not be linear in it: there each gradient
+        # is weighed, not the loss.
         finish = None if ending is None else ending.finish
-        how = Adding(self.meter.no_squares(params), traced.is_short or traced.has_rule, finish)
+        how = Adding(self.meter.zero_squares(params), traced.is_short or traced.has_rule, finish)
         together = device.runs_together(traced)
         acc, squares, found = add_to(
             acc, gradient_of, amount.grad_weight, index == 0, rest=rest_of, how=how, vary=device.vary, together=together
@@ -247,7 +247,7 @@ def add_to(
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and the rest of `run`'s result.
 
-    A micro-batch of weight 0 is not run, for its loss is often 0 / 0: the rest, which `rest` computes alone, is zeros.
+    A micro-batch of weight 0 is not run, for its loss is often 0 / 0: zeros like those of `rest` stand for the rest.
     Where devices run `together`, or add a sum together in this backward pass, it is run, and adds zeros. `vary` is
     `device.vary`.
     """

@@ -1,4 +1,7 @@
-"""The outcomes of a micro-step: hold returns old parameters, emit new ones and a window that begins; the state."""
+"""The outcomes of a micro-step, and the state after either.
+
+Hold keeps the parameters; emit returns new ones, and the next micro-step begins a window.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,12 +18,12 @@ from optax_accum._loss.weighing import Amount
 from optax_accum._space.space import Space
 
 Fields = dict[str, Any]  # fields of the state
-Outcomes = Callable[[], tuple[Tree, Fields]]
+Branch = Callable[[], tuple[Tree, Fields]]
 LEFT = "acc_grads"  # the field whose memory the sum of a closed window may take
 
 
 class Outcome(NamedTuple):
-    """The result of a micro-step beside the state: `updated(updates)`, or `unchanged(emit)` if it only accumulates."""
+    """The result of a micro-step beside the state: `updated(updates)`, or `unchanged(emit)`, shaped like `emit()`."""
 
     updated: Callable[[Tree], Tree]
     unchanged: Callable[[Callable[[], Any]], Tree]
@@ -49,8 +52,8 @@ def new_params(space: Space, params: Tree) -> Outcome:
 def emit_or_hold(
     closes: Flag,
     judged: Callable[[], Closing],
-    emit: Outcomes,
-    hold: Outcomes,
+    emit: Branch,
+    hold: Branch,
     *,
     costly: bool,
     alike: Callable[[Tree], None],
@@ -89,7 +92,7 @@ def emit_or_hold(
     return _select(emits, (result, fields), (before, old)), closing
 
 
-_HELD = Closing(emits=False, has_micro_batch=True, loses_samples=True)
+_HELD = Closing(emits=False, has_micro_batch=True, loses_samples=True)  # the last is read where a window closes
 
 
 def fields_of(state: AccumulationState) -> Fields:

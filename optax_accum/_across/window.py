@@ -96,7 +96,8 @@ def micro_step(
         costly=rules.policy.needs_sum or space.communicates,
         alike=lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params),
     )
-    return result, on_host.spent(outcomes.state_after(window.with_left(fields), closes, closing, fields), given)
+    state = window.with_left(fields)
+    return result, on_host.spent(outcomes.state_after(state, closes, closing, fields), given)
 
 
 @jax.named_scope("optax_accum.add")
@@ -166,8 +167,8 @@ def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: Accumula
     has_micro_batch = True
     if (asked := rules.schedule.asked(batch.flush)) is not False:
         has_micro_batch = flags.either(flags.negated(asked), space.total(batch.amount.grad_weight) != 0)
-    left = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
-    loses_samples = flags.both(flags.known(window.state.mini_step > 0), left)
+    had_samples = flags.either(flags.known(before.mini_step > 0), flags.known(has_micro_batch))
+    loses_samples = flags.both(flags.known(window.state.mini_step > 0), had_samples)
     return Closing(flags.known(emits), flags.known(has_micro_batch), flags.known(loses_samples))
 
 

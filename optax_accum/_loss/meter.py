@@ -67,7 +67,7 @@ class Meter:
         """The initial values of its state fields."""
         return {}
 
-    def no_squares(self, params: Tree) -> list[jax.Array]:
+    def zero_squares(self, params: Tree) -> list[jax.Array]:
         """Zeros for the squares of each leaf that has a gradient: [], or [n] for n layers; none if none are taken."""
         return []
 
@@ -75,7 +75,7 @@ class Meter:
         return ()
 
     def squares(self, grads: Tree, like: jax.Array) -> Any:
-        """The squares of groups of a gradient that is written: [], or of partial sums like `like`, [d]."""
+        """The squares of groups of a gradient that lies in memory: [], or of partial sums like `like`, [d]."""
         return ()
 
     def sample(self, samples: Any, squares: Any, weight: Any, first: Any) -> Any:
@@ -130,7 +130,7 @@ class Measuring(Counting):
         statistics = noise.Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
         return super().blank(params) | {"statistics": statistics}
 
-    def no_squares(self, params: Tree) -> list[jax.Array]:
+    def zero_squares(self, params: Tree) -> list[jax.Array]:
         leaves: dict[Any, Any] = {}  # squares of one type begin with the same zeros: tracing is slow
         kinds = []
         for group, leaf in self._with_group(params):

@@ -1,4 +1,7 @@
-"""How much a micro-batch of a window counts: by a weight known before (8 rows), or by a count of its loss (tokens)."""
+"""How much a micro-batch of a window counts: by a weight known before (8 rows), or the count of its `Ratio` (tokens).
+
+`_explain/weigher.py` reads the weight of any other loss off its trace.
+"""
 
 import dataclasses
 import functools

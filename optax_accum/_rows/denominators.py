@@ -28,7 +28,7 @@ class Denominator(NamedTuple):
       function: what divides, as a function of the sum; None for the sum itself, and for a guard that is not that of all
         terms.
       hides: the operation that takes a number in place of a quotient by zero, if one does.
-      lost: the sums that a micro-batch of which it is zero leaves out, though nothing shows that they are zero, too.
+      lost: the sums that are left out where it is zero, though nothing shows that they are zero there.
       inputs: the indices of the program's inputs on which it depends.
     """
 
@@ -142,9 +142,10 @@ def _denominator(analysis: FormAnalysis, others: Sequence[str | None], term: Ter
     if len(counts) != 1 or len(numbers) < len(powers):
         if powers == frozenset([(ROWS, -1)]):
             return Denominator(ROWS, sums)
-        cancels = sum(exponent for _, exponent in powers) == -1  # if two are the same, one is left, and whoever
+        # If two are the same, they may cancel, and one is left: whoever passes a weight says so.
+        cancels = sum(exponent for _, exponent in powers) == -1
         is_test = any(analysis.function([each]).is_constant for each in numbers)  # whether a count is not 0, say
-        return Reason(text, sums[0].place, not is_test, unless_weighed=cancels)  # passes a weight says that they are
+        return Reason(text, sums[0].place, not is_test, unless_weighed=cancels)
     function = analysis.function(numbers)
     (of_count,) = analysis.form(count := function.count).terms
     if function.is_constant:  # S / maximum(c, 1) * c

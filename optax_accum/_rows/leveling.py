@@ -21,7 +21,7 @@ from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.registry import known
 
 READING = 4  # what is kept anyway costs a fourth of its bytes where it is read
-CHEAP = 0.25  # of its results is what a cheap equation moves: others take them as it makes them
+CHEAP = 0.25  # of the bytes of its results is what a cheap equation moves: it fuses with those that take them
 PRICE = 0.4  # of a byte that an equation moves once more, beside one that is kept
 STEPS = 6  # of the search for the fewest bases
 
@@ -40,7 +40,7 @@ def levels_of(
 
     Args:
       program: the paired traces.
-      is_param: which inputs decide more than the batch does, as parameters do.
+      is_param: which inputs are not the batch.
       differentiated: whether the program may be differentiated by them.
       by_rows: and by the batch, too.
       joins_all: whether whatever follows a sum linearly is done to its parts, even where that takes more memory.
@@ -152,7 +152,7 @@ class _Staging:
     def _crossing(self, now: int) -> list[Value]:
         """The rows that a loop keeps for later ones: the fewest bytes from which these make what else they take."""
         later = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) > now]
-        taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_residual(v, e)]
+        taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_made_again(v, e)]
         bases = [value for value in self.bases if self._is_made(value, now)]
 
         def is_made_again(value: Value) -> bool:
@@ -181,7 +181,7 @@ class _Staging:
         """Whether a value is rows that loops so far have made; rows that the batch alone decides are made again."""
         return self.division.is_of_loops(value) and value not in self.division.folds and self.loop_index[value] <= now
 
-    def _is_residual(self, value: Value, equation: Equation) -> bool:
+    def _is_made_again(self, value: Value, equation: Equation) -> bool:
         """Whether a backward loop takes a value of a forward one: it is made again from bases."""
         return self._runs_in(equation) >= self.turn > self.loop_index.get(value, 0)
 

@@ -1,4 +1,4 @@
-"""Where sums live in this trace: `here` chooses; over a mesh they are arrays [d, ...].
+"""Where the partial sums of devices live in this trace: `here` chooses; over a mesh they are arrays [d, ...].
 
 A gradient that has not been reduced is a leaf [d, ...], one partial sum for each of the d devices along the reduced
 axes, each on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
@@ -201,7 +201,7 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
         axes,
         in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), acc),),
         out_specs=(PartitionSpec(), PartitionSpec(axes)),
-        # No type says that an array is the same on all devices in the slices that have been added, or gathered.
+        # No type of JAX says that an array is the same on all devices in the slices that were added, or gathered.
         check_vma=not sliced and dtype is None,
     )
     return run(acc)
@@ -229,5 +229,5 @@ def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: meshes.Mesh, axes: Axes, spe
     return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)
 
 
-# JAX finds the program of one scalar for the next: each has the same shape on the same devices.
+# One compiled program serves all scalars on the same devices.
 _zeros_over = jax.jit(_placed_zeros, static_argnums=(0, 1, 2, 3))

@@ -84,12 +84,12 @@ class Several(Space):
     def _extreme(self, local: Callable[..., Any], over_devices: Callable[..., Any], leaf: Any) -> Any:
         return over_devices(local(leaf, axis=0), self.manual_axes)
 
-    def _missing(self) -> str | None:
+    def _overlap_needs(self) -> str | None:
         """Why a backward pass cannot add gradients over the devices; None if it can."""
         return None if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
-        return self.device.with_endings(missing=self._missing())
+        return self.device.with_endings(missing=self._overlap_needs())
 
 
 class InShardMap(Several):
@@ -124,9 +124,9 @@ class InShardMap(Several):
     def check_shared(self, params: Tree, results: Tree | None = None) -> None:
         check_shared(params, self.axes, results)
 
-    def _missing(self) -> str | None:
-        # No type says that a sum, written in the place of partial sums, is the same on all devices.
-        return super()._missing() or (
+    def _overlap_needs(self) -> str | None:
+        # No type of JAX says that a sum, written in the place of partial sums, is the same on all devices.
+        return super()._overlap_needs() or (
             "check_vma=False in jax.shard_map" if mapped.types_track_devices(self.axes) else None
         )
 
@@ -161,7 +161,7 @@ class Partial(Several):
     def _extreme(self, local: Callable[..., Any], over_devices: Callable[..., Any], leaf: Any) -> Any:
         return self.as_local(leaf)
 
-    def _missing(self) -> str | None:
+    def _overlap_needs(self) -> str | None:
         return 'a sum over the devices, not Devices(to="partial")'
 
 

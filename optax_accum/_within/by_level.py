@@ -1,4 +1,4 @@
-"""A program of rows, evaluated: loops over micro-batches, and between two loops the equations that take all rows.
+"""A program of rows, run_levels: loops over micro-batches, and between two loops the equations that take all rows.
 
 The gradient of a masked mean is one loop: the batch alone decides its cotangents, mask / sum(mask), before it begins.
 With BatchNorm one loop adds up a layer's mean, the next takes it; backward loops add up its cotangent, and take that.
@@ -30,11 +30,11 @@ from optax_accum._within.store import Store, axis_of, has_own_rows
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
     """Evaluates a program for all rows of a device, one micro-batch after the other."""
-    store = evaluated(levels, units, device, values)
+    store = run_levels(levels, units, device, values)
     return [jnp.asarray(store.whole(value)) for value in levels.program.outputs]
 
 
-def evaluated(
+def run_levels(
     levels: Levels,
     units: Units,
     device: Device,
@@ -42,7 +42,7 @@ def evaluated(
     asked: Mapping[Value, Result] = MappingProxyType({}),
     sampled: Sampled = NOTHING,
 ) -> Store:
-    """The values of a program, evaluated so; `asked` says what becomes of some sums, and what is measured of them."""
+    """Runs a program level by level; `asked` says what becomes of some sums, `sampled` what is measured of them."""
     store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)), asked=asked, sampled=sampled)
     for stage in levels.stages:
         for equation in stage.before_loop:
@@ -151,7 +151,7 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
     store.slices.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
     for (value, fold), total in zip(loop.sums.items(), totals, strict=True):
         if fold is SUM and not levels.differentiable and value not in loop.onto:
-            store.sums[value] = total
+            store.sums[value] = total  # added over the devices when the whole of it is first asked for
             continue
         total = store.device.joined(fold, total)
         if value in loop.onto:
@@ -213,7 +213,7 @@ def _mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
 
 
 def _replaced(loop: Loop, kept_rows: Sequence[Value], xs: Sequence[Any]) -> list[int | None]:
-    """For each of the rows that a loop keeps, the array in whose place: of rows that it takes, and nothing after it."""
+    """For each array of rows that a loop keeps, one that it may overwrite, as nothing takes it afterwards; or None."""
     free = {at: _layout(value) for at, value in enumerate(kept_rows) if value in loop.ends}
     found: list[int | None] = []
     for value in loop.rows:

@@ -91,7 +91,7 @@ def folded(
 
 
 def _empty(count: int, row: Any, xs: list[jax.Array], place: int) -> jax.Array:
-    """An array for rows, filled with a number that is there when the loop begins, and another one for each.
+    """An array for rows, filled with a number of the running program, another one for each array.
 
     XLA makes the zeros of all loops of a program beforehand: memory for all at the same time. Of two arrays with one
     number it makes one, and a copy.

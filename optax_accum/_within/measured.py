@@ -80,7 +80,7 @@ def measured(
     params, units, rows = program.call[program.call.params], program.units, program.levels.program.rows[0]
     if units.devices * units.microbatches == 1:
         meter.warn_of_one_sample()
-    squares = meter.no_squares(params)
+    squares = meter.zero_squares(params)
     pairs = zip(gradient, squares, strict=True)  # [l] squares: of each layer that a leaf stacks, so their order matters
     found = [sum_of(value, program.levels, in_order=square.ndim > 0) for value, square in pairs]
     sums = [one.of for one in found if one is not None]

@@ -73,7 +73,7 @@ def followed(fun: Callable[[Any], Any], node: Widened) -> Any:
 
 
 def closed_over(values: Sequence[Any], known: Tree) -> dict[int, Tree]:
-    """Values that a function closes over, widened, by their ids, if one is narrow; those that are `known` already are.
+    """What a function closes over, by id, with narrow values widened; {} if all of these are `known`: widened already.
 
     JAX traces them as the same on all devices, and they stay that: JAX adds their gradients over devices each time.
     """

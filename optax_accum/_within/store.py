@@ -35,10 +35,13 @@ class Store:
     samples: Any = ()
 
     def whole(self, value: Value) -> Any:
-        return compilers.on_device(self._held(value))
+        return compilers.on_device(self._resolved(value))
 
-    def _held(self, value: Value) -> Any:
-        """The value, in the memory in which it lies: a batch may be on the host."""
+    def _resolved(self, value: Value) -> Any:
+        """The value, found when it is first asked for: partial sums are added over the devices, micro-batches joined.
+
+        It stays in the memory in which it lies: a batch may be on the host.
+        """
         if isinstance(value, Constant | Number):
             return value.array
         if shared.is_widened(self.values.get(value)):
@@ -48,7 +51,7 @@ class Store:
         if value not in self.values and value.axis is None:
             self.values[value] = self.slices[value][0]  # the same for each micro-batch
         if value not in self.values:
-            slices = meshes.splittable(self.slices[value], 1, axis_of(value) + 1)  # else micro-batches lie apart
+            slices = meshes.splittable(self.slices[value], 1, axis_of(value) + 1)  # else Explicit axes cannot join them
             joined = self.units.joined(slices, axis_of(value))
             self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
@@ -71,7 +74,7 @@ class Store:
     def splittable(self, value: Value) -> Any:
         """The value for all rows, sharded so that Explicit axes let it be split."""
         units = self.units
-        return meshes.splittable(jnp.asarray(self._held(value)), 1 if units.fills else units.size, axis_of(value))
+        return meshes.splittable(jnp.asarray(self._resolved(value)), 1 if units.fills else units.size, axis_of(value))
 
     def split(self, value: Value) -> Any:
         if value not in self.slices:

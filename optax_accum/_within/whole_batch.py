@@ -82,7 +82,7 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
     is_smaller = _is_smaller_as_function(rules, program)
-    if is_smaller or device.collectives(program.traced):  # its own; or the gradient's, by what differs on devices
+    if is_smaller or device.collectives(program.traced):  # its own, or those of its gradient, by types
         return _run_function(rules, device, call, _traced(rules, call, over, fun))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
@@ -162,13 +162,13 @@ def _run_gradient(rules: CallRules, device: Device, program: TracedCall) -> tupl
     sampled = NOTHING
     if rules.meter.measures:
         asked, sampled = measured(rules.meter, program, gradient, asked)
-    ending, ends, hidden = _ending(device, program, gradient, sum_dtypes)
-    asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in hidden}
-    store = by_level.evaluated(program.levels, program.units, program.device, program.values, asked, sampled)
+    ending, ends, finished_in_loop = _ending(device, program, gradient, sum_dtypes)
+    asked |= {value: dataclasses.replace(asked[value], finish=ends[value]) for value in finished_in_loop}
+    store = by_level.run_levels(program.levels, program.units, program.device, program.values, asked, sampled)
     found = [jnp.asarray(store.whole(value)) for value in outputs]
     parts = [store.part(value).astype(dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     pairs = zip(parts, gradient, strict=True)
-    parts = [ends[value](part) if value in ends and value not in hidden else part for part, value in pairs]
+    parts = [ends[value](part) if value in ends and value not in finished_in_loop else part for part, value in pairs]
     grads = jax.tree.unflatten(jax.tree.structure(params), parts)
     local, same = placed(device, program, jax.tree.unflatten(jax.tree.structure(program.traced.shapes[0]), found))
     weight = jnp.asarray(program.units.count * program.units.block, dtypes.default_float())
@@ -186,15 +186,15 @@ def _ending(
     """
     zeros = [jnp.zeros(value.aval.shape, dtype) for value, dtype in zip(gradient, sum_dtypes, strict=True)]
     taken = {value for equation in program.levels.program.equations for value in equation.ins}
-    hidden = sums_of(program.levels).intersection(gradient) - taken
+    finished_in_loop = sums_of(program.levels).intersection(gradient) - taken
     of_sums = {value for value in gradient if takes_a_sum(value, program.levels)}
-    missing = None if 2 * sum(map(size_of, hidden)) >= sum(map(size_of, of_sums)) else _SUM_OVER_ROWS
+    missing = None if 2 * sum(map(size_of, finished_in_loop)) >= sum(map(size_of, of_sums)) else _SUM_OVER_ROWS
     if len(set(gradient)) < len(gradient) and device.endings.shards_of is not None:
         missing = _TWINS  # one sum is finished once, for one shard
     ending = device.ending(jax.tree.unflatten(jax.tree.structure(program.call[program.call.params]), zeros), missing)
     if ending is None:
         return None, {}, set()
-    return ending, dict(zip(gradient, ending.finish, strict=True)), hidden
+    return ending, dict(zip(gradient, ending.finish, strict=True)), finished_in_loop
 
 
 def _at_once(rules: CallRules, device: Device, call: Call, fun: Callable[..., Any]) -> tuple[Local, Tree]:
