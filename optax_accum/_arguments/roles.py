@@ -178,7 +178,10 @@ class Call:
                     )
                 shape = getattr(leaf, "shape", ())
                 if rows is not None and rows > 1 and shape and shape[0] == rows:
-                    or_whole = f"; if every micro-batch needs all of it, pass whole_argnums={name!r}"
+                    or_whole = (
+                        f" if it holds rows; if every micro-batch needs all of it, as of running statistics, pass "
+                        f"whole_argnums={name!r}"
+                    )
                     raise ValueError(
                         f"An argument with as many rows as the batch must be split with it, or declared whole: {where} "
                         f"has shape {shape}, the batch {rows} rows. Add {name!r} to batch_argnums"

@@ -158,7 +158,8 @@ _WEIGHT = "weight_fn=, or, of value_and_apply_gradients, weight= in a call"
 _NORM = "Across calls, BatchNorm with use_running_average=True is exact, or GroupNorm in its place. "
 _ROWS = (
     " Or let the loss take sizes from the batch (x.shape[0], -1), not from a constant. Rows stand along the first axis "
-    "of each array of the batch: one example without that axis needs it, x[None]."
+    "of each array of the batch: one example without that axis needs it, x[None], and an array without rows, as of "
+    "running statistics, is an argument that whole_argnums names."
 )
 
 
