@@ -88,6 +88,8 @@ class Loss:
 
         if not in_place:
             backward, (loss, value), amount = run()
+            if acc is not None and weighing.amount is not None:  # as if a micro-batch of weight 0 had not run
+                loss, value = _where(flags.known(amount.grad_weight != 0), (loss, value))
             return Done(loss, value, amount, backward.gradient())  # the window adds it, and measures it
         amount, done = weighing.amount, None
         gradient_of, rest_of = lambda: run()[:2], lambda: outputs(*forward(compute, params, weighing))

@@ -109,9 +109,9 @@ def value_and_apply_gradients(
       * `every=1`, or another optimizer: nothing is accumulated.
       * An integer parameter: stays, where `tx` leaves it out
         (`optax.masked`); else an error says how.
-      * A key that no role names, or one that a compiled step closes over,
-        if numbers for rows are drawn from it; an argument with as many rows
-        as the batch: an error.
+      * A key that no role names, or one that a compiled loss closes over,
+        or makes, if numbers for rows are drawn from it; an argument with as
+        many rows as the batch: an error.
       * A keyword argument that both `fun` and `tx` name: an error.
       * `rng_argnum` and an optimizer with several windows: an error.
       * `devices` with rows that the devices do not divide, or with a
@@ -121,9 +121,8 @@ def value_and_apply_gradients(
 
       * `weight` or `weight_fn` gives 0: the micro-batch is not run, and
         zeros stand for what `fun` returned. Where the gradient is written
-        first (above), where it overlaps, and outside `jit`, the micro-batch
-        may be run all the same: it adds nothing, and what `fun` returned is
-        returned.
+        first (above), or where it overlaps, the micro-batch may be run all
+        the same: it adds nothing, and what `fun` returned is returned.
       * A `Ratio` counts 0: the micro-batch is run, and adds its total,
         unless that is a NaN.
       * `fun` communicates over these devices: one more number, the weight, is

@@ -20,10 +20,9 @@ from optax_accum._explain.explanation import CANNOT_BE_READ, EXACT, NOT_EXACT, P
 from optax_accum._loss.ratio import Returns, as_ratio, check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
-from optax_accum._rows.levels import Levels
 from optax_accum._rows.places import Place, place_of
-from optax_accum._rows.program import Constant, Program
-from optax_accum._shared.draws import draws_of
+from optax_accum._rows.program import Constant, Program, needed
+from optax_accum._shared.draws import draws_of, is_chosen
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced_call import TracedCall, trace_call, type_of
 
@@ -221,22 +220,29 @@ def answer_of(
     """Returns what a traced loss says.
 
     `axes` are the devices', of which a micro-batch of each counts by itself. `eager`: outside `jit`, where another call
-    may close over other arrays: another key, say.
+    may close over, or make, another key.
     """
     along = [each for each in found.traced.collectives if {*axes} & {*collective_axes(each)}]
     spoken_to = [Reason(f"{each.primitive.name} of the other devices of {axes}", place_of(each)) for each in along]
-    return Answer(subject, found.levels.program, terms(subject, found), spoken_to, _drawn_alike(found.levels, eager))
+    return Answer(
+        subject, found.levels.program, terms(subject, found), spoken_to, [] if eager else _drawn_alike(subject, found)
+    )
 
 
-def _drawn_alike(levels: Levels, eager: bool) -> list[Reason]:
+def _drawn_alike(subject: Subject, found: TracedCall) -> list[Reason]:
     """Where numbers for each row are drawn from a key that is the same in each call: micro-batches all get the same."""
-    changes, reasons = set(levels.program.inputs), list[Reason]()
-    closed_over = lambda value: isinstance(value, Constant) and (eager or isinstance(value.array, Tracer))
-    for equation in levels.kinds:
-        depends = [value in changes or closed_over(value) for value in equation.ins]
+    program, reasons = found.levels.program, list[Reason]()
+    losses = jax.tree.leaves(Returns(subject.has_aux).taken_apart(found.traced.shapes).loss)
+    of_loss = needed(program.outputs[: len(losses)], program.made_by)
+    changes = {*program.inputs}
+    is_traced = lambda value: isinstance(value, Constant) and isinstance(value.array, Tracer)
+    for equation in (each for each in program.equations if each in of_loss):
+        depends = [value in changes or is_traced(value) for value in equation.ins]
         shapes, after = draws_of(equation.single, depends)
-        if shapes != draws_of(equation.double, depends)[0]:
-            text = "numbers for each row are drawn from a key that is the same in each call (make it an argument)"
+        if shapes != draws_of(equation.double, depends)[0] and not is_chosen(equation.single, depends):
+            text = (
+                "numbers for each row are drawn from a key that is the same in each call (name an argument: rng_argnum)"
+            )
             reasons.append(Reason(text, equation.place, is_certain=True))
         changes.update(value for value, changed in zip(equation.outs, after, strict=True) if changed)
     return reasons

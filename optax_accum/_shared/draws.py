@@ -33,13 +33,22 @@ def draws_of(equation: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
     outputs, shapes = [any(depends)] * len(equation.outvars), Shapes()
     if equation.primitive.name == "random_bits" and not any(depends):
         shapes.append(equation.outvars[0].aval.shape)
+    found = list[list[bool]]()
     for inner in inner_programs(equation):
         loops = equation.primitive.name in LOOPS
         hidden, after = _around(inner, _last(depends, inner)) if loops else draws(inner, _last(depends, inner))
         shapes += hidden
         if not loops and len(after) == len(outputs):
-            outputs = after
+            found.append(after)
+    if found:
+        chosen = is_chosen(equation, depends)
+        outputs = [chosen or any(each) for each in zip(*found, strict=True)]
     return shapes, outputs
+
+
+def is_chosen(equation: Any, depends: list[bool]) -> bool:
+    """Whether the arguments choose a branch."""
+    return equation.primitive.name == "cond" and depends[0]
 
 
 def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:

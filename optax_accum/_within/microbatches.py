@@ -124,6 +124,13 @@ class MicroBatches:
         last = flag_at(alive.anywhere, full)
         return _if_alive(last, functools.partial(run_iteration, full), done, static=static)
 
+    def undifferentiable(self, message: str) -> "MicroBatches":
+        """The same micro-batches, which raise `message` when they are differentiated through a `jit`."""
+        values = self.interleaved, self.rest, list(self.call.arguments.values())
+        interleaved, rest, arguments = tracing.refuse_differentiation(values, message)
+        call = self.call.with_values(tuple(self.call.arguments), arguments)
+        return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
+
     def _handed_on(self, parts: LossParts) -> Tree:
         self.device.check_carry(parts.second)
         return dtypes.strong(parts.second)

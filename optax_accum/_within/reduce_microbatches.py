@@ -203,6 +203,8 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     device.check_nested(traced)
     share, alive = microbatches.weigh(micro_batches, rules.weight_fn, traced)
     outputs = rules.outputs(traced.shapes.loss, micro_batches.split)
+    if rules.weight_fn is not None and not static:
+        micro_batches = micro_batches.undifferentiable(_AGAIN)
 
     def add(totals: Tree, index: Index, call: Call) -> tuple[Tree, LossParts]:
         with jax.named_scope("optax_accum.micro_batch"):
@@ -210,8 +212,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
         return outputs.add(totals, parts.loss, index, share(index)), parts
 
     totals, carry = micro_batches.in_order(add, outputs.start(), alive, static=static)
-    results = outputs.finish(totals), carry
-    return results if rules.weight_fn is None or static else tracing.refuse_differentiation(results, _AGAIN)
+    return outputs.finish(totals), carry
 
 
 def _closing_over(wide: dict[int, Tree], call_fun: Callable[[Call], LossParts], call: Call) -> LossParts:

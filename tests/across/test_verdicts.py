@@ -219,12 +219,6 @@ def f16(p, b):
     return (jnp.mean(per(p, b)).astype(jnp.float16)).astype(jnp.float32)
 
 
-@not_exact
-def dropout_of_one_key(p, b):
-    k = jax.random.bernoulli(jax.random.key(0), 0.5, b["x"].shape)
-    return jnp.mean(jnp.where(k, net(p, b["x"]), 0) ** 2)
-
-
 @exact
 def packed_loss(p, b):
     return jnp.sum(jax.nn.logsumexp(b["h"] @ p["o"], -1) * b["mt"]) / jnp.sum(b["mt"])
@@ -769,7 +763,6 @@ KINDS = {
         "expert_capacity",
         "hardest_triplet",
         "products_of_pairs",
-        "dropout_of_one_key",
     ],
     "cannot be read": ["rows_of_one_group", "log_of_mean", "centred_if_large"],
 }
@@ -831,6 +824,26 @@ def test_a_key_that_a_compiled_step_closes_over_is_refused(loss):
     step(KEY)(*args)
     jax.jit(lambda key, *args: step(key)(*args)).lower(KEY, *args)
     jax.jit(lambda *args: step(jax.random.fold_in(KEY, args[1].mini_step))(*args)).lower(*args)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda b: lax.cond(b["m"][0] > 0, lambda: jax.random.key(1), lambda: jax.random.key(2)),
+        *sweep([lambda b: lax.switch(b["i"][0] % 2, [lambda k: jax.random.fold_in(k, b["i"][1]), lambda k: k], KEY)]),
+    ],
+)
+def test_a_key_that_the_batch_chooses_is_another_in_each_call(key):
+    assert optax_accum.explain(lambda p, b: DROPPED[0](p, b, key(b)), PARAMS, BATCH).verdict != "not exact"
+
+
+def test_numbers_that_no_gradient_sees_may_be_the_same_in_each_call():
+    """A metric of noise, and one of two branches, each with a key of its own."""
+    loss = lambda p, b: (jnp.mean(net(p, b["x"]) ** 2), jax.random.normal(KEY, b["x"].shape))
+    assert optax_accum.explain(loss, PARAMS, BATCH, has_aux=True).verdict == "exact"
+    noise = lambda seed: lambda x: x + jax.random.normal(jax.random.key(seed), x.shape)
+    branch = lambda p, b: jnp.mean(net(p, lax.cond(b["m"][0] > 0, noise(1), noise(2), b["x"])) ** 2)
+    assert optax_accum.explain(branch, PARAMS, BATCH).verdict != "not exact"
 
 
 def test_numbers_for_no_row_may_be_the_same_in_each_call():

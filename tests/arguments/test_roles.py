@@ -316,7 +316,10 @@ def test_an_argument_that_no_role_names():
     with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums\.$"):
         optax_accum.value_and_grad(squares, num_microbatches=2)(W, X, y=Y)
     gradient = functools.partial(optax_accum.reduce_microbatches, jax.grad(squares), 2)
-    with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums.*if every micro-batch needs all of it.*pass whole_argnums='y'"):
+    with pytest.raises(
+        ValueError,
+        match=r"argument 'y' has shape.*Add 'y' to batch_argnums.*if every micro-batch needs all of it.*pass whole_argnums='y'",
+    ):
         gradient()(W, X, y=Y)
     with pytest.raises(ValueError, match="argument 'key' is a key. Pass rng_argnum='key'.*whole_argnums='key'"):
         optax_accum.reduce_microbatches(jax.grad(noisy), 2)(W, X, key=KEY)

@@ -363,14 +363,3 @@ def test_an_error_names_the_place_in_what_fun_returns():
 def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
     with pytest.raises(TypeError, match=f"reduce_microbatches has no {option}=.*{re.escape(remedy)}"):
         optax_accum.reduce_microbatches(lambda w, x: x.mean(), **{option: 3})
-
-
-def test_it_says_that_it_is_not_differentiated_through_jit():
-    """By arguments, and by values that the function closes over; integers have no derivative."""
-    x = jnp.arange(8.0)
-    options = {"weight_fn": jnp.sum, "reduction": "sum"}
-    run = lambda w, fun: jax.jit(optax_accum.reduce_microbatches(fun, 4, **options))(w, x)
-    for fun in (lambda w: run(w, lambda w, x: w * x.sum()), lambda w: run(1.0, lambda one, x: w * x.sum())):
-        with pytest.raises(ValueError, match=r"is not differentiated through jit where the number .* \(weight_fn\)"):
-            jax.grad(fun)(2.0)
-    assert jax.grad(lambda w: w + run(w, lambda w, x: (w * x > 3).sum()))(2.0) == 1.0
