@@ -123,16 +123,15 @@ def _leave_out(space: Space, grads: Tree, amount: Amount, state: AccumulationSta
     return space.nonfinite((grads, amount.numbers), amount.counts), state.skip_state
 
 
+def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
+    return ~space.nonfinite((total, weight), True)
+
+
 TABLE = {
     "propagate": Policy(_join_all, text='"propagate"'),
     "skip": Policy(_leave_out, waits=True, text='"skip"'),
     "omit": Policy(_leave_out, text='"omit"'),
-    "discard": Policy(
-        _join_all,
-        accepts=lambda space, *total_and_weight: ~space.nonfinite(total_and_weight, True),
-        needs_sum=True,
-        text='"discard"',
-    ),
+    "discard": Policy(_join_all, accepts=_finite, needs_sum=True, text='"discard"'),
 }
 
 

@@ -226,7 +226,7 @@ def test_the_example_of_contributing_works(tmp_path):
         done = subprocess.run(test, check=False, capture_output=True, text=True, cwd=tmp_path, env=env)
         results.append(done.stdout)
     assert "nonfinite must be one of" in results[0]
-    assert "1 passed" in results[1], results[1]
+    assert "1 passed" in results[1], done.stderr or results[1]
 
 
 def test_the_readme_is_read_in_minutes():
