@@ -20,64 +20,56 @@ from optax_accum.flax._nnx_reading import (
     in_states_of,
     is_variable,
     values_of,
+    variables_in,
 )
 from optax_accum.flax._versions import set_value, value_of
 
 
-def jit_in_place(step: Callable[..., Any]) -> "InPlace":
-    """`nnx.jit(step, donate_argnums=(0, 1))`, for `step(model, optimizer, *args, **kwargs)`, in less time."""
-    return InPlace(step, functools.partial(jax.jit, donate_argnums=0))
-
-
-class InPlace:
-    """A step that changes a model and an optimizer, compiled by `jit` as a function of the values of their variables.
+def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`nnx.jit(fun, donate_argnums=(0, 1))`, for `fun(model, optimizer, *args, **kwargs)`, in less time.
 
     `nnx.jit` walks the graph of its modules in Python, twice a call. To JAX a module is also a pytree. It is flattened
     again only if something other than values has changed. A graph that is no tree of variables goes through `nnx.jit`:
     one in which a module stands in two places, or an array is no variable.
     """
+    run_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), ModuleReadings()
 
-    def __init__(self, step: Callable[..., Any], jit: Callable[..., Any]):
-        functools.update_wrapper(self, step)
-        self._step, self._jit, self._readings = step, jit, ModuleReadings()
-        self._run_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
-        self._steps: dict[ModuleForm, _StepOfForm] = {}
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def run_trees(form: ModuleForm, values: list[Any], *args: Any, **kwargs: Any) -> Any:
+        nodes = form.filled(values)
+        return fun(*nodes, *args, **kwargs), values_of(form, *nodes)
 
-    def __call__(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        reading = self._reading(model, optimizer)
+    @functools.wraps(fun)
+    def call(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        reading = readings.of(model, optimizer)
         if reading is None:
-            return self._run_graphs(model, optimizer, *args, **kwargs)
-        step, values = self._of(reading, optimizer), reading.values
-        out, carried = step.run(step.carried(values), *args, **kwargs)
-        reading.set_values(step.values(carried), values)
+            return run_graphs(model, optimizer, *args, **kwargs)
+        before = reading.values
+        out, values = run_trees(reading.form, before, *args, **kwargs)
+        reading.set_values(values, before)
         return out
 
-    def lower(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lowers what a call runs, for arrays or their shapes in the variables."""
-        reading = self._reading(model, optimizer)
+    def lower(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the program of a call; the values may be shapes."""
+        reading = readings.of(model, optimizer)
         if reading is None:
-            return self._run_graphs.lower(model, optimizer, *args, **kwargs).lowered
-        step = self._of(reading, optimizer)
-        return step.run.lower(step.carried(reading.values), *args, **kwargs)
+            return run_graphs.lower(model, optimizer, *args, **kwargs).lowered
+        return run_trees.lower(reading.form, reading.values, *args, **kwargs)
 
-    def keep(self, model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
-        """Copies the values of all variables to the host; returns a function that restores them."""
-        variables = [node for _, node in nnx.iter_graph((model, optimizer)) if isinstance(node, nnx.Variable)]
-        copies = [jax.tree.map(copied_to_host, value_of(variable)) for variable in variables]
+    call.lower, call.keep = lower, keep  # type: ignore[attr-defined]
+    return call
 
-        def restore() -> None:
-            for variable, kept in zip(variables, copies, strict=True):
-                set_value(variable, jax.tree.map(lambda again: again(), kept))
 
-        return restore
+def keep(model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
+    """Copies the values of all variables to the host; returns a function that restores them."""
+    variables = [node for _, node in nnx.iter_graph((model, optimizer)) if isinstance(node, nnx.Variable)]
+    copies = [jax.tree.map(copied_to_host, value_of(variable)) for variable in variables]
 
-    def _reading(self, model: Any, optimizer: Any) -> ModuleReading | None:
-        return self._readings.of(model, optimizer) if isinstance(optimizer, nnx.Optimizer) else None
+    def restore() -> None:
+        for variable, kept in zip(variables, copies, strict=True):
+            set_value(variable, jax.tree.map(lambda again: again(), kept))
 
-    def _of(self, reading: ModuleReading, optimizer: Any) -> "_StepOfForm":
-        if reading.form not in self._steps:
-            self._steps[reading.form] = _StepOfForm(self._step, self._jit, reading, optimizer)
-        return self._steps[reading.form]
+    return restore
 
 
 def jit_step(step: Callable[..., Any]) -> "JitStep":
@@ -138,7 +130,7 @@ def jit_step(step: Callable[..., Any]) -> "JitStep":
     return JitStep(callables.as_step(step))
 
 
-class JitStep(InPlace):
+class JitStep:
     """A train step of NNX modules in two programs: what `jit_step` returns.
 
     Attributes:
@@ -147,13 +139,33 @@ class JitStep(InPlace):
     """
 
     def __init__(self, step: Callable[..., Any]):
-        super().__init__(step, functools.partial(two_programs.jit_step, donate_argnums=0))
+        functools.update_wrapper(self, step)
+        self._step, self._readings = step, ModuleReadings()
+        self._run_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
+        self._steps: dict[ModuleForm, _StepOfForm] = {}
         self._graph: str | None = None  # the reason why nnx.jit compiles the step
 
     @property
     def one_program(self) -> str | None:
-        reasons = [self._graph, *(known.run.one_program for known in self._steps.values())]
+        reasons = [self._graph, *(known.two_programs.one_program for known in self._steps.values())]
         return next((reason for reason in reasons if reason), None)
+
+    def __call__(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        reading = self._reading(model, optimizer)
+        if reading is None:
+            return self._run_graphs(model, optimizer, *args, **kwargs)
+        step, values = self._of(reading, optimizer), reading.values
+        out, carried = step.two_programs(step.carried(values), *args, **kwargs)
+        reading.set_values(step.values(carried), values)
+        return out
+
+    def lower(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lowers both programs, for arrays or their shapes in the variables."""
+        reading = self._reading(model, optimizer)
+        if reading is None:
+            return self._run_graphs.lower(model, optimizer, *args, **kwargs).lowered
+        step = self._of(reading, optimizer)
+        return step.two_programs.lower(step.carried(reading.values), *args, **kwargs)
 
     def _reading(self, model: Any, optimizer: Any) -> ModuleReading | None:
         if not isinstance(optimizer, nnx.Optimizer):
@@ -161,25 +173,30 @@ class JitStep(InPlace):
                 "The second argument of a step of jit_step must be an optax_accum.flax.nnx.Optimizer: it is a "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. The order is (model, optimizer, ...)."
             )
-        reading = super()._reading(model, optimizer)
+        reading = self._readings.of(model, optimizer)
         if reading is None:
             self._graph = "a module stands in two places, or an array in no variable, so nnx.jit compiles the step"
         return reading
 
+    def _of(self, reading: ModuleReading, optimizer: Any) -> "_StepOfForm":
+        if reading.form not in self._steps:
+            self._steps[reading.form] = _StepOfForm(self._step, reading, optimizer)
+        return self._steps[reading.form]
+
 
 class _StepOfForm:
-    """A step for modules of one form, compiled by `jit` as a function of the values of their variables.
+    """A step in two programs, for modules of one form, as a function of the values of their variables.
 
     It carries a tuple of these values. The variables of the optimizer's state are consecutive: their values are one
     element, in the state's tree, where `optax_accum.jit_step` finds the windows.
     """
 
-    def __init__(self, step: Callable[..., Any], jit: Callable[..., Any], reading: ModuleReading, optimizer: Any):
+    def __init__(self, step: Callable[..., Any], reading: ModuleReading, optimizer: Any):
         self._step, self._form = step, reading.form
-        variables, self._tree = jax.tree.flatten(optimizer.opt_state, is_leaf=is_variable)
-        is_first = lambda variable: variable is variables[0]
-        self._start = list(map(is_first, reading.variables)).index(True) if variables else 0
-        self.run: Any = jit(self._taking_values())
+        self._tree = jax.tree.structure(optimizer.opt_state, is_leaf=is_variable)
+        first = next(iter(variables_in(optimizer.opt_state)), None)
+        self._start = next((number for number, variable in enumerate(reading.variables) if variable is first), 0)
+        self.two_programs = two_programs.jit_step(self._taking_values(), donate_argnums=0)
 
     def carried(self, values: list[Any]) -> tuple[Any, ...]:
         start, end = self._start, self._start + self._tree.num_leaves
@@ -197,8 +214,7 @@ class _StepOfForm:
             plain = optimizer.opt_state
             optimizer.opt_state = nnx.data(in_states_of(state, plain))
             out = self._step(model, optimizer, *args, **kwargs)
-            after = optimizer.opt_state
-            optimizer.opt_state = nnx.data(in_states_of(plain, after))
+            after, optimizer.opt_state = optimizer.opt_state, nnx.data(plain)
             carried = self.carried(values_of(self._form, model, optimizer))
             state = in_states_of(after, carried[self._start])
             return out, (*carried[: self._start], state, *carried[self._start + 1 :])

@@ -144,6 +144,10 @@ def values_of(form: ModuleForm, model: Any, optimizer: Any) -> list[Any]:
     return list(map(value_of, after.variables))
 
 
+def variables_in(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_variable)
+
+
 def in_states_of(like: Tree, tree: Tree) -> Any:
     """Gives window states in `tree` the types (`Decided` or plain) that they have in `like`; variables stay."""
     of = iter(states_in(like))
