@@ -67,8 +67,8 @@ class Loss:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
         Without `acc`, or outside `jit`, the gradient is returned instead. `flush`: whether this micro-batch closes the
-        window, None if nobody has said it. `in_window`: whether several micro-batches, of calls or of
-        devices, make one update, and `takes_a_sum` whether of their sum.
+        window, None if nobody has said it. `in_window`: whether several micro-batches, of calls or of devices, make one
+        update, and `takes_a_sum` whether of their sum.
         """
         call = device.localized(call, call.params).fold_key(index)
         params = call.arguments[0]

@@ -240,10 +240,8 @@ def _drawn_alike(subject: Subject, found: TracedCall) -> list[Reason]:
         depends = [value in changes or is_traced(value) for value in equation.ins]
         shapes, after = draws_of(equation.single, depends)
         if shapes != draws_of(equation.double, depends)[0] and not is_chosen(equation.single, depends):
-            text = (
-                "numbers for each row are drawn from a key that is the same in each call (name an argument: rng_argnum)"
-            )
-            reasons.append(Reason(text, equation.place, is_certain=True))
+            text = "numbers for rows are drawn from a key that is the same in each call (name an argument: rng_argnum)"
+            reasons.append(Reason(text, equation.place, True))
         changes.update(value for value, changed in zip(equation.outs, after, strict=True) if changed)
     return reasons
 

@@ -142,8 +142,8 @@ def explain(
 def _explained(rules: CallRules, subject: Subject, found: TracedCall) -> Explanation:
     levels, units, answer = found.levels, found.units, answer_of(subject, found)
     run = _run(rules, found)
-    reasons = [str(reason) for reason in answer.reasons]
-    if not answer.terms:
+    reasons = list(map(str, answer.reasons))
+    if not (answer.terms or reasons):
         reasons = ["The loss returns a Ratio, which says itself how much it counts."]
     weights = () if reasons else answer.weights
     return Explanation(

@@ -152,7 +152,7 @@ class _Staging:
     def _crossing(self, now: int) -> list[Value]:
         """The rows that a loop keeps for later ones: the fewest bytes from which these make what else they take."""
         later = [e for e in self.equations if not self._runs_once(e) and self._runs_in(e) > now]
-        taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_made_again(v, e)]
+        taken = [v for e in later for v in e.ins if self._is_made(v, now) and not self._is_taken_backward(v, e)]
         bases = [value for value in self.bases if self._is_made(value, now)]
 
         def is_made_again(value: Value) -> bool:
@@ -181,7 +181,7 @@ class _Staging:
         """Whether a value is rows that loops so far have made; rows that the batch alone decides are made again."""
         return self.division.is_of_loops(value) and value not in self.division.folds and self.loop_index[value] <= now
 
-    def _is_made_again(self, value: Value, equation: Equation) -> bool:
+    def _is_taken_backward(self, value: Value, equation: Equation) -> bool:
         """Whether a backward loop takes a value of a forward one: it is made again from bases."""
         return self._runs_in(equation) >= self.turn > self.loop_index.get(value, 0)
 

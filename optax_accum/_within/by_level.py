@@ -1,4 +1,4 @@
-"""A program of rows, run_levels: loops over micro-batches, and between two loops the equations that take all rows.
+"""A program of rows, level by level: loops over micro-batches, and between two loops the equations that take all rows.
 
 The gradient of a masked mean is one loop: the batch alone decides its cotangents, mask / sum(mask), before it begins.
 With BatchNorm one loop adds up a layer's mean, the next takes it; backward loops add up its cotangent, and take that.

@@ -846,6 +846,13 @@ def test_numbers_that_no_gradient_sees_may_be_the_same_in_each_call():
     assert optax_accum.explain(branch, PARAMS, BATCH).verdict != "not exact"
 
 
+def test_explain_names_the_key_of_a_ratio():
+    loss = lambda p, b: optax_accum.Ratio(jnp.sum(dropped(net(p, b["x"]), KEY) ** 2), jnp.sum(b["m"]))
+    found = optax_accum.explain(loss, PARAMS, BATCH)
+    assert found.verdict == "not exact"
+    assert "a key that is the same in each call" in found.reasons[0]
+
+
 def test_numbers_for_no_row_may_be_the_same_in_each_call():
     loss = lambda p, b: jnp.mean((net(p, b["x"]) @ jax.random.normal(KEY, (WIDTH,))) ** 2)
     assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "exact"
