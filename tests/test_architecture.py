@@ -232,7 +232,7 @@ ASKED = {
     "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
     "what is measured": (
         {"as_meter", "Measuring", "Counting"},
-        "_loss/meter _across/transformation _within/rules",
+        "_loss/meter _across/transformation _within/call_rules",
     ),
     "is a gradient measured": ({"measures"}, "_loss/meter"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation"),
@@ -240,7 +240,7 @@ ASKED = {
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
         {"is_partial", "PARTIAL", "ToShards"},
-        "_space/devices _space/here _space/several _within/rules flax/_calls",
+        "_space/devices _space/here _space/several _within/call_rules flax/_calls",
     ),
     "is the divisor a weight": (
         {"is_mean"},
@@ -264,7 +264,7 @@ ALSO = {  # that ask something else by the same name
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_within/traced_call": {"is_staged"},
     "_rows/resized": {"is_partial"},
-    "_core/rules": {"vjp"},  # of one equation
+    "_core/custom_derivatives": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL"},
     "_within/some_rows": {"PARTIAL"},
     "_rows/levels": {"PARTIAL"},  # of rows
@@ -273,7 +273,7 @@ ALSO = {  # that ask something else by the same name
     "_rows/layers": {"PARTIAL", "is_partial"},
     "_rows/analysis": {"PARTIAL"},
     "_rows/orders": {"PARTIAL"},
-    "_rows/primitives": {"PARTIAL"},
+    "_rows/jax_primitives": {"PARTIAL"},
     "_explain/explain": {"PARTIAL"},
     "_rows/locality": {"PARTIAL", "is_partial"},
     "_rows/derivatives": {"vjp"},  # of one equation

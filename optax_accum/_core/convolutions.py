@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from optax_accum._core import compilers, evaluation, rules, tracing
+from optax_accum._core import compilers, custom_derivatives, evaluation, tracing
 from optax_accum._core.equations import every_equation
 from optax_accum._core.leaves import parted
 
@@ -65,7 +65,7 @@ class Rewriting:
             return equation
         if equation.primitive is PLAIN:
             return equation.replace(primitive=CONVOLUTION)
-        if rules.has_rule(equation):
+        if custom_derivatives.has_rule(equation):
             return _with_rule(equation)
         return equation.replace(params={key: jax.tree.map(self._inside, p) for key, p in equation.params.items()})
 
@@ -83,7 +83,7 @@ def _with_rule(equation: Any) -> Any:
     The equation of the new rule cannot be made of the old one: its parameters are functions of JAX's own. Inside a jit
     its trace is one equation, whatever else the rule needs, and that can take the old one's place.
     """
-    called = rules.rewritten(equation, _rewritten)
+    called = custom_derivatives.rewritten(equation, _rewritten)
     traced = jax.make_jaxpr(jax.jit(called))(*(atom.aval for atom in equation.invars))
     (call,) = traced.jaxpr.eqns
     return equation if traced.consts else call.replace(invars=equation.invars, outvars=equation.outvars)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._shared.draws import inner_programs as inner_programs
+from optax_accum._shared.hidden_draws import inner_programs as inner_programs
 
 Fact = TypeVar("Fact")
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")

@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import dtypes, rules, tracing
+from optax_accum._core import custom_derivatives, dtypes, tracing
 from optax_accum._core.equations import all_equations, collective_axes
 from optax_accum._core.types import Tree
 
@@ -57,7 +57,7 @@ class Traced:
     @functools.cached_property
     def runs_alone(self) -> bool:
         """Whether it can be differentiated as it is: no derivative rule in it closes over a traced value."""
-        called = list(filter(rules.has_rule, self.equations))
+        called = list(filter(custom_derivatives.has_rule, self.equations))
         return not (called and _close_over_values(called))
 
 
@@ -86,7 +86,7 @@ def _close_over_values(called: Sequence[Any]) -> bool:
     def differentiate(operands: Sequence[Sequence[Any]]) -> None:
         for rule, values in zip(called, operands, strict=True):
             try:
-                rules.differentiated(rule, values)
+                custom_derivatives.differentiated(rule, values)
             except jax.errors.UnexpectedTracerError:  # some versions of JAX raise
                 found.append(rule)
             except Exception:  # the rule itself does, wherever it is differentiated

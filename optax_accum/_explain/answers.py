@@ -22,7 +22,7 @@ from optax_accum._rows.denominators import Denominator, Found, denominators_of, 
 from optax_accum._rows.forms import Reason
 from optax_accum._rows.places import Place, place_of
 from optax_accum._rows.program import Constant, Program, needed
-from optax_accum._shared.draws import draws_of, is_chosen
+from optax_accum._shared.hidden_draws import draws_of, is_chosen
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced_call import TracedCall, trace_call, type_of
 

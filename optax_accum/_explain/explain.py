@@ -12,7 +12,7 @@ from optax_accum._rows import locality
 from optax_accum._rows.leveling import body_levels, is_over_layers
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Equation, Value
-from optax_accum._within.rules import CallRules, as_rules
+from optax_accum._within.call_rules import CallRules, as_rules
 from optax_accum._within.traced_call import TracedCall
 from optax_accum._within.whole_batch import traced_gradient
 

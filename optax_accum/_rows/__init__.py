@@ -31,11 +31,11 @@ alone (`tests/rows/test_primitives.py`).
 What two traces do not tell is not divided: where they differ (`pairing`) the equations for n rows run as one; with
 mutable arrays, or where a loss looks at values, all rows run at once (`_within/traced_call.py`).
 
-`registry` has a row for each primitive, `primitives` JAX's own, `locality` programs inside equations. `leveling`
+`registry` has a row for each primitive, `jax_primitives` those of JAX, `locality` programs inside equations. `leveling`
 decides kinds and divides a program into loops (`levels`). `denominators` tells what its sums over rows are divided by:
 a count, or a function of one (`functions`).
 """
 
 from optax_accum._rows import equinox as equinox
+from optax_accum._rows import jax_primitives as jax_primitives
 from optax_accum._rows import locality as locality
-from optax_accum._rows import primitives as primitives

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from optax_accum._core import compilers, evaluation, rules
+from optax_accum._core import compilers, custom_derivatives, evaluation
 from optax_accum._core.equations import needed
 from optax_accum._core.folds import SUM, Fold
 from optax_accum._core.leaves import is_inexact
@@ -111,7 +111,7 @@ def _inside(single: Any, double: Any, some: Some, values: Values) -> Values:
     def run_one(number: int, operands: Values) -> list[Any]:
         return run(*pairs[number], inside, operands)
 
-    if not rules.has_rule(single):
+    if not custom_derivatives.has_rule(single):
         return evaluation.run_inside(single, values, run_one, _resized(length, of_double, some))
     derivative = _custom_jvp if single.primitive.name == "custom_jvp_call" else _custom_vjp
     return derivative(functools.partial(run_one, 0), single, double, some)(*values)

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from optax_accum._core import compilers, evaluation, rules
+from optax_accum._core import compilers, evaluation
+from optax_accum._core.custom_derivatives import differentiated, has_rule
 from optax_accum._core.equations import collective_axes, every_equation, inner_programs, programs_of
 from optax_accum._core.types import Axes
 from optax_accum._space import mapped
@@ -40,7 +41,7 @@ class Course:
         return evaluation.in_order(jaxpr.eqns, known, jaxpr.outvars, self._follow, literal=lambda _: False)
 
     def _follow(self, equation: Any, differ: Differ) -> Differ:
-        rule = _RULES.get(equation.primitive.name, _follow_rule if rules.has_rule(equation) else _other)
+        rule = _RULES.get(equation.primitive.name, _follow_rule if has_rule(equation) else _other)
         return rule(self, equation, differ)
 
     def decide(self, equation: Any) -> Differ:
@@ -55,7 +56,7 @@ def may_differ(leaf: Any, axes: Axes) -> bool:
 
 def may_be_decided(equation: Any) -> bool:
     """Whether an equation has a loop or a branch inside, or a derivative rule that may have one."""
-    return any(inner.primitive.name in ("while", "cond") or rules.has_rule(inner) for inner in every_equation(equation))
+    return any(inner.primitive.name in ("while", "cond") or has_rule(inner) for inner in every_equation(equation))
 
 
 # What an equation does to values that differ
@@ -85,7 +86,7 @@ def _cond(course: Course, equation: Any, differ: Differ) -> Differ:
 
 def _follow_rule(course: Course, equation: Any, differ: Differ) -> Differ:
     """A function with a derivative of the user's own, in which loops and branches may stand, too."""
-    derivative = lambda values: rules.differentiated(equation, values)
+    derivative = lambda values: differentiated(equation, values)
     outs, before = _other(course, equation, differ), len(course.decided)
     if not course.asks_rules:
         return outs

@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, evaluation
+from optax_accum._core.custom_derivatives import with_backward_pass
 from optax_accum._core.equations import all_equations
 from optax_accum._core.leaves import parted
-from optax_accum._core.rules import with_backward_pass
 from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import evaluation, rules
+from optax_accum._core import custom_derivatives, evaluation
 from optax_accum._core.equations import CALLS, CHECKPOINTS, inner_programs, programs_of
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Axes, Tree
@@ -73,7 +73,7 @@ class Together:
         if not changes and not (any(inner_programs(equation)) and self._differ_more(equation, values)):
             return evaluation.bind(equation, values)
         name, table = equation.primitive.name, _DECIDED if id(equation) in self.course.decided else _OTHERS
-        evaluate = table.get(name, _run_rule if rules.has_rule(equation) else None)
+        evaluate = table.get(name, _run_rule if custom_derivatives.has_rule(equation) else None)
         if evaluate is not None:
             return evaluate(self, equation, evaluation.varying_together(values))
         if changes:
@@ -193,7 +193,7 @@ def _linear_solve(devices: Together, equation: Any, values: Values) -> Values:
 
 def _run_rule(devices: Together, equation: Any, values: Values) -> Values:
     differ = lambda args: [True for leaf in jax.tree.leaves(args) if is_array(leaf)]
-    return rules.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
+    return custom_derivatives.rewritten(equation, functools.partial(_rewritten, devices.axes, differ))(*values)
 
 
 _DECIDED: dict[str, Callable[[Together, Any, Values], Values]] = {"cond": _cond, "while": _while}

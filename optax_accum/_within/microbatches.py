@@ -18,7 +18,7 @@ from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Tree
 from optax_accum._loss.ratio import LossParts
 from optax_accum._shared.arrays import short
-from optax_accum._shared.draws import draws, hidden_draws
+from optax_accum._shared.hidden_draws import draws, hidden_draws
 from optax_accum._space.device import Device
 from optax_accum._within import splitting
 

@@ -16,8 +16,8 @@ from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._space.here import here_for
 from optax_accum._within import whole_batch
+from optax_accum._within.call_rules import CallRules, as_rules
 from optax_accum._within.outputs import joined
-from optax_accum._within.rules import CallRules, as_rules
 
 _BY_ITSELF = (
     "Leave it out: the traced loss of the whole batch tells it. Where each micro-batch is to count by itself, take "

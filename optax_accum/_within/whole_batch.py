@@ -25,10 +25,10 @@ from optax_accum._rows.program import Value
 from optax_accum._space.device import Device
 from optax_accum._space.ending import Ending
 from optax_accum._within import by_level, shared
+from optax_accum._within.call_rules import CallRules
 from optax_accum._within.fold import NOTHING, Result
 from optax_accum._within.measured import measured, sums_of, takes_a_sum
 from optax_accum._within.outputs import check_alike, placed
-from optax_accum._within.rules import CallRules
 from optax_accum._within.splitting import split_rows
 from optax_accum._within.traced_call import (
     TracedCall,

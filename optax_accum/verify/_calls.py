@@ -13,7 +13,7 @@ import optax
 
 from optax_accum._shared.arrays import Tree, placed_like, short
 from optax_accum._shared.checks import as_function
-from optax_accum._shared.draws import hidden_draws
+from optax_accum._shared.hidden_draws import hidden_draws
 from optax_accum.verify import _carries as carries
 from optax_accum.verify import _foreign as foreign
 from optax_accum.verify._carries import Numbers, Path, epsilons, is_inexact, wide
