@@ -368,6 +368,7 @@ STILL = {  # parameters act without a derivative, or not alone, on rows that hav
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("argnum", [*sweep([0]), 1], ids=["parameters", "batch"])
 @pytest.mark.parametrize("name", sweep(STILL, but=["scan"]))
 def test_the_gradient_by_rows_on_which_parameters_act_without_one(name, argnum):
@@ -398,6 +399,7 @@ BY_COUNTER = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(BY_COUNTER, but=["after"]))
 def test_a_rule_on_parameters_that_a_counter_decides_takes_the_whole_cotangent(name):
     """The counter of a loop over layers is the same for each micro-batch; what a derivative makes of it is not."""
@@ -414,6 +416,7 @@ def test_a_rule_on_parameters_that_a_counter_decides_takes_the_whole_cotangent(n
     close(jax.jit(optax_accum.value_and_grad(loss, 5))(params, x)[1], want)
 
 
+@pytest.mark.sweep
 def test_what_a_counter_decides_is_not_kept_for_each_micro_batch():
     """Decay that grows with the counter of a loop: its gradient is as large as the parameters."""
     params, x = {"w": jnp.eye(4), "u": jnp.ones((256, 256))}, jnp.ones((16, 4))

@@ -27,7 +27,6 @@ class Reduction:
     """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
 
     name: str
-    over: str  # how devices' parts are joined: `Space.output` refuses a name that it does not know
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
     add: Callable[[Any, jax.Array, Index, Any], Any]  # state, output, index, share
     finish: Callable[[Any, jax.ShapeDtypeStruct], Any] = _cast
@@ -75,8 +74,9 @@ def outputs_of(names: Tree, shapes: Tree, split: Split) -> Outputs:
 
 
 def over_devices(names: Tree, outputs: Tree) -> Tree:
-    """The name by which `Space.output` joins the devices' parts of each leaf."""
-    return jax.tree.map(lambda reduction: reduction.over, _reductions_of(names, outputs))
+    """The name by which `Space.output` joins the devices' parts of each leaf; parts of a mean are added."""
+    name = lambda reduction: "sum" if reduction.name == "mean" else reduction.name
+    return jax.tree.map(name, _reductions_of(names, outputs))
 
 
 def _reductions_of(names: Tree, tree: Tree) -> Tree:
@@ -197,15 +197,13 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 _ROWS = (
-    Reduction("mean", "sum", _zeros, _scaled, check=_check_inexact),
-    Reduction("sum", "sum", _zeros, lambda a, b, *_: a + b.astype(a.dtype)),
-    Reduction("max", "max", functools.partial(_filled, MAX), _combined(MAX), check=_check_ordered),
-    Reduction("min", "min", functools.partial(_filled, MIN), _combined(MIN), check=_check_ordered),
-    Reduction("last", "last", lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
-    Reduction("stack", "stack", _stack, lambda stack, output, index, *_: stack.at[index].set(output)),
-    Reduction("concat", "concat", _rows, _put_rows, _joined, _check_rows, rows=True),
+    Reduction("mean", _zeros, _scaled, check=_check_inexact),
+    Reduction("sum", _zeros, lambda a, b, *_: a + b.astype(a.dtype)),
+    Reduction("max", functools.partial(_filled, MAX), _combined(MAX), check=_check_ordered),
+    Reduction("min", functools.partial(_filled, MIN), _combined(MIN), check=_check_ordered),
+    Reduction("last", lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
+    Reduction("stack", _stack, lambda stack, output, index, *_: stack.at[index].set(output)),
+    Reduction("concat", _rows, _put_rows, _joined, _check_rows, rows=True),
 )
-_NO_NUMBER = Reduction(
-    "last", "last", lambda *_: (), lambda *_: (), lambda _, shape: np.zeros(shape.shape, jax.dtypes.float0)
-)
+_NO_NUMBER = Reduction("last", lambda *_: (), lambda *_: (), lambda _, shape: np.zeros(shape.shape, jax.dtypes.float0))
 REDUCTIONS = {row.name: row for row in _ROWS}

@@ -239,6 +239,7 @@ def test_for_a_tpu_the_sum_is_a_result_of_the_branch_that_reads_it(nonfinite):
         assert barriers(mapped, jnp.ones((2, 3)), each(tx.init)) == 0
 
 
+@pytest.mark.sweep
 def test_an_update_can_be_differentiated():
     """By what it learns from, through the branch, with what is a TPU's alone in it."""
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2)

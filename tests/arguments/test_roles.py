@@ -68,6 +68,7 @@ def hardware_keys():
     jax.config.update("jax_default_prng_impl", before)
 
 
+@pytest.mark.sweep
 def test_old_keys_of_another_kind(hardware_keys):
     """They were shared by all micro-batches unasked, and refused as `rng_argnum`."""
     with pytest.raises(ValueError, match=r"random key must be named.*argument 2 is a key.*rng_argnum=2"):
@@ -97,6 +98,7 @@ def test_a_tree_of_keys():
         cut(loss, W, X, {"dropout": 3}, rng_argnum=2)
 
 
+@pytest.mark.sweep
 def test_each_micro_step_draws_numbers_of_its_own():
     """As in `reduce_microbatches`: micro-step i of a window has `fold_in(key, i)`, whether or not it reduces."""
     rows = [X[:6], X[6:]]
@@ -129,6 +131,7 @@ def test_negative_numbers_count_from_the_back(run):
     jax.tree.map(np.testing.assert_array_equal, last, named)
 
 
+@pytest.mark.sweep
 def test_negative_numbers_deal_out_rows_to_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     loss = lambda w, scale, x: scale * jnp.mean((x @ w) ** 2)
@@ -503,6 +506,7 @@ def test_outputs_of_groups_come_back_in_order():
     np.testing.assert_allclose(apply(W, X), swap(W, X), rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_groups_over_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):

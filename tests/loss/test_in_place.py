@@ -346,6 +346,7 @@ def test_under_vmap_layers_in_a_scan_or_a_cond(layers, axes):
     np.testing.assert_allclose(new, np.subtract(args[0], want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_under_vmap_of_weights_alone():
     loss = lambda w, batch: jnp.mean(LAYER(batch["x"], w, lambda w, one: one) ** 2)
     mask = jnp.asarray([[1.0, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 0, 1]])
@@ -386,6 +387,7 @@ def test_an_integer_has_no_sum_and_a_complex_number_has():
         np.testing.assert_allclose(sums[name], 4 * grads[name], rtol=rounding)
 
 
+@pytest.mark.sweep
 @branches_add_in_place
 @pytest.mark.parametrize(
     ("cast", "measured", "is_across"),

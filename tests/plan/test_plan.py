@@ -93,6 +93,7 @@ def peak_of(start, row, ragged):
 every_size = lambda rows: search.candidates(rows, range(1, rows + 1))
 
 
+@pytest.mark.sweep
 @given(lines, st.floats(-0.1, 1.1), st.booleans(), st.floats(0.2, 3.0), st.sampled_from([-100.0, 0.0]))
 def test_the_fewest_that_fit_are_found_by_halving(line, where, divisors, bend, one):
     """Whatever the law, as long as memory grows; with that of rows of one, and the cost of a ragged cut, unknown."""
@@ -108,6 +109,7 @@ def test_the_fewest_that_fit_are_found_by_halving(line, where, divisors, bend, o
     assert all(c.rows > 1 or c == asked[-1] or c == every[0] for c in asked)
 
 
+@pytest.mark.sweep
 def test_six_are_enough_for_1024_rows():
     assert [search.enough(search.candidates(rows)) for rows in (512, 1000, 1024, 4096, 720)] == [6, 6, 6, 6, 7]
     every = search.candidates(1024)
@@ -224,6 +226,7 @@ def test_the_fewest_that_fit_were_compiled_and_the_next_fewer_do_not_fit():
     assert len(found.rows) <= 5
 
 
+@pytest.mark.sweep
 def test_a_table_is_monotone_and_says_all():
     found = table()
     peaks = [row["peak"] for row in found.rows]

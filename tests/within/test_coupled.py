@@ -149,6 +149,7 @@ FORMED = [*(("mean", how) for how in HOW), *(("Ratio", how) for how in HOW[:3])]
 OVER_CALLS = every_pair(TYPES, KINDS, FORMED)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mesh", "kind", "formed"),
     sweep(OVER_CALLS, but=[case for case in one_of_each(OVER_CALLS) if case[2] == FORMED[5]]),
@@ -225,6 +226,7 @@ def test_partial_sums_of_weighed_losses(mesh):
     check(jax.jit(jax.value_and_grad(cut))(*placed), jax.value_and_grad(whole)(params))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", sweep(TYPES, but=[AxisType.Auto]), indirect=True, ids=str)
 def test_what_takes_nothing_adds_no_number(mesh):
     """One that does adds its weight over the devices, beside what it takes."""

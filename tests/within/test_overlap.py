@@ -272,6 +272,7 @@ def test_a_wire_wider_than_the_sums_is_refused_here_too():
         compiled(wide, "Auto", params=params, dtype=jnp.float32, **options)
 
 
+@pytest.mark.sweep
 def test_a_parameter_that_only_other_micro_batches_use():
     """Its sum goes over the devices, too, though the smaller last micro-batch has no gradient for it."""
 

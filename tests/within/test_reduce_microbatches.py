@@ -61,6 +61,7 @@ def test_over_devices_all_is_reduced_once(size, kind):
     assert not count_collectives(run).select(place="loop").operations
 
 
+@pytest.mark.sweep
 def test_a_gradient_goes_where_it_is_to_be():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     to = (P(), {"w": P("data"), "b": P()})
@@ -294,6 +295,7 @@ def test_a_record_of_a_trainer_is_a_ratio():
         optax_accum.value_and_grad(metric, 4)(PARAMS, BATCH)
 
 
+@pytest.mark.sweep
 def test_a_batch_that_comes_cut():
     reduction = ("mean", {**AUX, "errors": "stack"}), "mean"
     stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)

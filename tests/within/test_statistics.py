@@ -73,6 +73,7 @@ def test_gradients_that_no_micro_batch_has_are_refused(loss):
         jax.jit(run)(PARAMS, X)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "of_rows", [lambda params, x: params["b"].sum() * x[:, 0], *sweep([lambda params, x: x @ params["w"]])]
 )
@@ -91,6 +92,7 @@ def test_a_micro_batch_has_its_part_of_the_gradient_of_a_ratio(of_rows):
     np.testing.assert_allclose(found.noise["all"], spread / (1 / 4 - 1 / 16), rtol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("overlap", [None, *sweep([True])])
 def test_over_devices_such_a_gradient_is_the_whole_batch_s(overlap):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -53,6 +53,7 @@ def test_terms_with_denominators_of_their_own():
     close(call(START, batch), whole)
 
 
+@pytest.mark.sweep
 def test_in_place_what_a_scan_reads_has_its_gradient_in_order():
     """JAX 0.7.2 wrote it from the other end (jax#32411)."""
     numbers = jnp.arange(5.0)
@@ -65,6 +66,7 @@ def test_in_place_what_a_scan_reads_has_its_gradient_in_order():
     np.testing.assert_allclose(state.acc_grads, numbers)
 
 
+@pytest.mark.sweep
 def test_auxiliary_outputs_are_those_of_the_whole_batch():
     """Of any shape and dtype, also of a batch that k does not divide."""
 
@@ -115,6 +117,7 @@ def test_dtypes(dtype):
     np.testing.assert_allclose(grads.astype(wide), whole.astype(wide), rtol=float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("devices", [None, *sweep(["data"])])
 @pytest.mark.parametrize("run", [lambda grad: grad, *sweep([jax.jit])], ids=["eager", "jit"])
 def test_a_gradient_that_is_asked_for_in_float32_is_never_rounded_to_bfloat16(run, devices):
@@ -212,6 +215,7 @@ def test_value_and_apply_gradients_is_the_two_calls(nonfinite, weight):
     assert state.gradient_step == 2
 
 
+@pytest.mark.sweep
 def test_a_micro_step_in_place_has_no_gradient_tree():
     loss, params, x = stacked_problem()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
