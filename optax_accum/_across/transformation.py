@@ -14,7 +14,7 @@ from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, WindowRules, micro_step, weighed
 from optax_accum._arguments import callables, checks
 from optax_accum._core import dtypes
-from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays, own_buffers
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state, no_means
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
@@ -254,7 +254,7 @@ def _init(rules: WindowRules, params: Tree) -> AccumulationState:
     check_no_lookahead(params)
     space = here_for(rules.devices, rules.meter, params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
-    inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
+    inner_opt_state = own_buffers(dtypes.strong(rules.inner.init(space.shard(params))), params)
     check_accumulates_once(inner_opt_state)
     scalar = lambda: space.scalar(params)
     return new_state(

@@ -11,8 +11,6 @@ from optax_accum._core.types import Tree
 from optax_accum._shared.arrays import short
 
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
-
-
 NOT_GRADIENTS = "Pass what the gradient function returns: jax.grad(loss)(params, batch)."
 
 
@@ -43,6 +41,19 @@ def parted(tree: Tree, is_chosen: Callable[[Any], bool]) -> tuple[list[Any], Cal
         return treedef.unflatten([next(rest) if taken else leaf for leaf, taken in zip(leaves, chosen, strict=True)])
 
     return [leaf for leaf, taken in zip(leaves, chosen, strict=True) if taken], filled
+
+
+def own_buffers(state: Tree, params: Tree) -> Tree:
+    """Copies arrays that a new state shares with the parameters or holds twice: a buffer can be donated only once."""
+    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)
 
 
 def for_each_leaf(

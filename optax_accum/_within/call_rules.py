@@ -1,14 +1,14 @@
 """The options of `value_and_grad`, checked: of which arguments, in how many micro-batches, added in which dtype."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Roles
-from optax_accum._core.types import Name, Tree
+from optax_accum._core.types import Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.ratio import Returns
 from optax_accum._shared.checks import as_function
@@ -42,18 +42,18 @@ class CallRules:
 
 def as_rules(
     fun: Any,
-    num_microbatches: int | None = None,
+    num_microbatches: Any = None,
     *,
-    microbatch_size: int | None = None,
-    argnums: Name | Sequence[Name] = 0,
+    microbatch_size: Any = None,
+    argnums: Any = 0,
     has_aux: bool = False,
-    batch_argnums: Name | Sequence[Name] = 1,
+    batch_argnums: Any = 1,
     accumulator_dtype: Any = None,
-    devices: str | Sequence[str] | Devices | None = None,
-    statistics: bool | Options = False,
-    recompute: float | None = None,
+    devices: Any = None,
+    statistics: Any = False,
+    recompute: Any = None,
 ) -> CallRules:
-    """Checks the options of `value_and_grad`."""
+    """Checks the options of `value_and_grad`, whatever a user passes."""
     _check_no_argnums(num_microbatches)
     single = isinstance(argnums, int | str)
 

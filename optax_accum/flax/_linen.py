@@ -15,6 +15,7 @@ from flax.training import train_state
 
 import optax_accum
 from optax_accum._across.transformation import axes_of
+from optax_accum._core.leaves import own_buffers
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Axes, Tree
 from optax_accum._space.meshes import names_over_devices
@@ -162,7 +163,7 @@ class TrainState(train_state.TrainState, kw_only=True):
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
         counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "updates")}
-        opt_state = _boxed(_window.own_buffers(state.opt_state, params), trained, axes_of(tx))
+        opt_state = _boxed(own_buffers(state.opt_state, params), trained, axes_of(tx))
         return state.replace(window=window, opt_state=opt_state, **counts)
 
     def apply_gradients(

@@ -11,6 +11,7 @@ from flax import nnx
 import optax_accum
 from optax_accum._across.transformation import axes_of
 from optax_accum._arguments import callables
+from optax_accum._core.leaves import own_buffers
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
@@ -74,7 +75,7 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, _placing_rows(callables.as_optimizer(tx)), wrt=wrt, **kwargs)
         window_state = _window.find_window(as_pure(self.opt_state))
         self.tx = tx
-        own = _window.own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))
+        own = own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
         self.updates = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
         window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics or ())}

@@ -188,19 +188,6 @@ def mean_metrics(totals: dict[str, WeightedSum]) -> dict[str, jax.Array]:
     return {name: sums.mean(totals[name], empty=jnp.nan) for name in totals}
 
 
-def own_buffers(state: Tree, params: Tree) -> Tree:
-    """Copies arrays that a new state shares with the parameters or holds twice: a buffer can be donated only once."""
-    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
-
-    def own(leaf: Any) -> Any:
-        if id(leaf) in seen:
-            return jnp.copy(leaf)
-        seen.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(own, state)
-
-
 def as_weight(weight: Any) -> jax.Array:
     """The weight of a whole micro-batch, given as one number or one per device; None is 1."""
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))

@@ -167,15 +167,20 @@ def test_arguments_donated_in_another_order_are_copied():
     assert temporary(crossed, tx.init(PARAMS), PARAMS, PARAMS) > 0.5
 
 
-def test_a_donated_state_shares_no_buffer():
-    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, mean_args=("value", "accuracy"))
+# Of DoG the state begins as the parameters themselves, of L-BFGS as one array twice.
+SHARING = {"dog": optax.contrib.dog(), "lbfgs": optax.lbfgs(0.1, linesearch=None), "adam": optax.adam(0.1)}
+
+
+@pytest.mark.parametrize("inner", SHARING.values(), ids=SHARING)
+def test_a_donated_state_shares_no_buffer(inner):
+    tx = optax_accum.accumulate_gradients(inner, 2, mean_args=("value", "accuracy"))
     step = jax.jit(
         lambda params, state, grads: optax_accum.apply_gradients(tx, grads, state, params), donate_argnums=(0, 1)
     )
-    params = jax.tree.map(jnp.copy, PARAMS)
+    params = {"w": jnp.ones(3)}
     state = tx.init(params)
     for _ in range(3):
-        params, state = step(params, state, PARAMS)
+        params, state = step(params, state, {"w": jnp.ones(3)})
     assert state.gradient_step == 1
 
 
