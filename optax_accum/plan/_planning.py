@@ -72,10 +72,11 @@ def _nothing_fits(trial: Trial, plan: Plan) -> str:
     least = min(plan.compiled, key=lambda one: one.footprint.peak)
     ignored = f"The step must split the batch as it is told, and all numbers cost the same. {PASS_ON} "
     number = counted(least.candidate.number, "micro-batch")
+    skipped = "".join(f"Not planned: {why.splitlines()[0]} " for why in plan.skipped[:1])
     return (
         f"Nothing fits: the smallest peak is {budgets.as_text(least.footprint.peak)}, with {number}, and the limit "
         f"{budgets.as_text(plan.limit)}, of a budget of {budgets.as_text(plan.budget)}. "
-        f"{ignored * trial.ignores_number}{small}{_WAYS}"
+        f"{skipped}{ignored * trial.ignores_number}{small}{_WAYS}"
     )
 
 

@@ -554,6 +554,11 @@ def raises(k):
     raise KeyError("nothing here")
 
 
+def test_where_all_but_the_whole_batch_raise_the_error_says_why():
+    with pytest.raises(ValueError, match=r"Nothing fits.*Not planned: step_of_k\(2\) must.*KeyError: 'nothing here'"):
+        planned(lambda k: lower(k) if k == 1 else raises(k), budget=ROWS * ROW + WIDTH * ROW + 100)
+
+
 def test_steps_that_do_not_lower():
     with pytest.raises(KeyError, match="nothing here"):
         planned(raises)
