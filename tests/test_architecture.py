@@ -448,7 +448,7 @@ def test_dir_shows_what_users_need():
 # What is there, rounded up: what adds a mechanism takes away another, and what makes it smaller lowers the budget.
 # The goals: a core of 15,200 lines, 100,000 tokens and 100 files, 21,000 lines with the products, 75 options.
 BUDGET = {
-    "core": {"files": 151, "lines": 21_328, "tokens": 154_504},
+    "core": {"files": 151, "lines": 21_326, "tokens": 154_502},
     "products": {"files": 36, "lines": 6_440, "tokens": 50_150},
 }
 OPTIONS = 75

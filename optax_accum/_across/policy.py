@@ -107,12 +107,14 @@ def discard_if(rule: Skip) -> WindowRule:
     return WindowRule(rule)
 
 
-def as_policy(nonfinite: Any) -> Policy:
+def as_policy(nonfinite: Any, emit_dtype: Any) -> Policy:
     if isinstance(nonfinite, WindowRule):
         return _from_window_rule(nonfinite.rule)
     if callable(nonfinite):
         return _from_callable(cast(Skip, nonfinite))
-    return TABLE[one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
+    policy = TABLE[one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
+    may_overflow = policy.needs_sum and emit_dtype is not None  # where the sum is finite
+    return policy._replace(rejects=_nonfinite) if may_overflow else policy
 
 
 def _join_all(space: Space, grads: Tree, amount: Amount, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
@@ -125,6 +127,10 @@ def _leave_out(space: Space, grads: Tree, amount: Amount, state: AccumulationSta
 
 def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
     return ~space.nonfinite((total, weight), True)
+
+
+def _nonfinite(gradient: Tree, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+    return ~arithmetic.all_finite(gradient), state.skip_state
 
 
 TABLE = {

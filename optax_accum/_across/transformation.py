@@ -189,7 +189,7 @@ def accumulate_gradients(
         inner=optimizer,
         schedule=schedule,
         divisor=divisor,
-        policy=policy.as_policy(nonfinite),
+        policy=policy.as_policy(nonfinite, emit_dtype),
         meter=as_meter(statistics, schedule.needs),
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),

@@ -45,7 +45,7 @@ def parted(tree: Tree, is_chosen: Callable[[Any], bool]) -> tuple[list[Any], Cal
 
 def own_buffers(state: Tree, params: Tree) -> Tree:
     """Copies arrays that a new state shares with the parameters or holds twice: a buffer can be donated only once."""
-    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
+    seen = set(map(id, jax.tree.leaves(params)))
 
     def own(leaf: Any) -> Any:
         if id(leaf) in seen:

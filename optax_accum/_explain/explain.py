@@ -20,8 +20,6 @@ _OF_MODULES = (
     "Explain a function of its arrays: graph, params, rest = nnx.split(model, nnx.Param, ...), and explain("
     "lambda params, batch, rest: fun(nnx.merge(graph, params, rest), batch), params, batch, rest)."
 )
-
-
 _NUMBER = "Leave it out: what explain says does not depend on the number of micro-batches."
 
 

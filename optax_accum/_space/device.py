@@ -239,7 +239,7 @@ class Device:
         axes = frozenset(self.axes).union(*map(compilers.varying_axes, results))
         if axes > set(self.axes):
             named = tuple(sorted(axes))
-            remedy = 'for the gradient of all their rows, with Devices(to="partial") for that of each device\'s own'
+            remedy = 'for that of all their rows, with Devices(to="partial") where you add over the devices yourself'
             raise ValueError(
                 "Inside jax.shard_map, a loss or an output that differs between devices needs devices: it differs "
                 f"over {named}, and devices={self.axes or None}. Pass devices={named} "

@@ -52,9 +52,7 @@ def as_sizes(num_microbatches: Any, microbatch_size: Any) -> Sizes:
             "Exactly one of num_microbatches and microbatch_size must be given: "
             f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them.{whole}"
         )
-    number = as_positive("num_microbatches", num_microbatches)
-    size = as_positive("microbatch_size", microbatch_size)
-    return Sizes(number, size)
+    return Sizes(as_positive("num_microbatches", num_microbatches), as_positive("microbatch_size", microbatch_size))
 
 
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:

@@ -72,18 +72,19 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         return _at_once(rules, device, call, fun)
     over = device if device.one_batch else Device(alike=device.alike, apart=device.axes)
     try:
-        if again and not rules.meter.measures:
-            return _run_function(rules, device, call, _traced(rules, call, over, fun))
-        program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or device.endings.missing is None)
+        program = None
+        if not again or rules.meter.measures:
+            program = traced_gradient(rules, call, over, joins_all=rules.meter.measures or not device.endings.missing)
+        # JAX differentiates it, also with collectives of its own, or those of its gradient, by types.
+        if program is None or _is_smaller_as_function(rules, program) or device.collectives(program.traced):
+            loss = trace_call(lambda call: call.apply(fun), call, rules.sizes, call.params, over, by_rows=True)
+            return _run_function(rules, device, call, loss)
     except UndividedError as error:
         if not may_run_at_once:
             error.add_note("Over devices, and with statistics, micro-batches cannot run at once. Change that line.")
             raise
         warn_undivided(error)
         return _at_once(rules, device, call, fun)
-    is_smaller = _is_smaller_as_function(rules, program)
-    if is_smaller or device.collectives(program.traced):  # its own, or those of its gradient, by types
-        return _run_function(rules, device, call, _traced(rules, call, over, fun))
     device.check_nested(program.traced)
     outputs = len(jax.tree.leaves(program.traced.shapes[0]))
     device.check_axes(program.traced.program.out_avals[:outputs])
@@ -119,11 +120,6 @@ def _is_smaller_as_function(rules: CallRules, program: TracedCall) -> bool:
         return False
     kinds = program.levels.kinds.items()
     return any(kind is Kind.WHOLE and is_over_layers(equation, program.levels) for equation, kind in kinds)
-
-
-def _traced(rules: CallRules, call: Call, device: Device, fun: Callable[..., Any]) -> TracedCall:
-    """The program of the function, for JAX to differentiate by all arguments."""
-    return trace_call(lambda call: call.apply(fun), call, rules.sizes, call.params, device, by_rows=True)
 
 
 def _gradient(rules: CallRules, fun: Callable[..., Any], call: Call) -> tuple[Tree, list[Any]]:

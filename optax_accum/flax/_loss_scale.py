@@ -1,5 +1,6 @@
 """float16: a loss scale that is divided out once per update and moves once per window."""
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -7,9 +8,8 @@ import jax.numpy as jnp
 import optax
 
 import optax_accum
-from optax_accum._core.arithmetic import all_finite
 from optax_accum._core.state import find_state
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Flag, Tree
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
@@ -44,7 +44,8 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
       dynamic_scale: a `flax.training.dynamic_scale.DynamicScale`.
       before: the optimizer state before the micro-step.
       after: the state after it, of
-        `accumulate_gradients(..., nonfinite="discard")`.
+        `accumulate_gradients(..., nonfinite="discard")`. Other policies
+        discard no window that overflows: the scale would only grow.
 
     Returns:
       The scale: larger after `growth_interval` updates in a row, smaller
@@ -53,19 +54,18 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
     """
     updated = optax_accum.has_updated(after)
     discarded = optax_accum.metrics(after)["discarded"] > optax_accum.metrics(before)["discarded"]
-    discarded = jax.lax.cond(discarded, lambda: _overflowed(after), lambda: jnp.array(False))
+    discarded = jax.lax.cond(discarded, lambda: _overflowed(after), lambda: False)
     grow = updated & (dynamic_scale.fin_steps >= dynamic_scale.growth_interval)
-    largest = jnp.finfo(jnp.float32).max
     scale = jnp.asarray(dynamic_scale.scale, jnp.float32)
-    grown = jnp.where(grow, jnp.minimum(scale * dynamic_scale.growth_factor, largest), scale)
-    smallest = 0.0 if dynamic_scale.minimum_scale is None else dynamic_scale.minimum_scale
+    grown = jnp.where(grow, jnp.minimum(scale * dynamic_scale.growth_factor, jnp.finfo(jnp.float32).max), scale)
+    smallest = dynamic_scale.minimum_scale or 0.0
     scale = jnp.where(discarded, jnp.maximum(scale * dynamic_scale.backoff_factor, smallest), grown)
     steps = jnp.where(grow | discarded, 0, dynamic_scale.fin_steps + updated.astype(jnp.int32))
     return dynamic_scale.replace(scale=scale, fin_steps=steps)
 
 
-def _overflowed(opt_state: Tree) -> jax.Array:
-    """Whether the window that just closed has a NaN or an infinity; its sum stays until the next micro-step."""
+def _overflowed(opt_state: Tree) -> Flag:
+    """Whether the window that was just discarded is no empty one: its sum, which stays until the next, is not zero."""
     sums = jax.tree.leaves(find_state(opt_state).acc_grads)
     # every=1 keeps no sum: an empty window of one micro-batch counts as an overflow, too
-    return ~all_finite(sums) if sums else jnp.array(True)
+    return functools.reduce(jnp.logical_or, [jnp.any(leaf != 0) for leaf in sums], not sums)

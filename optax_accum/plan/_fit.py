@@ -119,8 +119,8 @@ def fit(
         `Plan.monotone`.
       * Micro-batches of one row: tried last, because their products are
         others, and so is their memory.
-      * A number that does not lower: the others are planned, and the table
-        says so.
+      * A number above 1 that does not lower: the others are planned, and
+        the table says so.
       * A compiler that stops for want of memory (TPU): the step does not
         fit; its bytes are what the compiler says.
       * Several devices: the bytes of one device; the rows of one shard of

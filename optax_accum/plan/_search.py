@@ -210,7 +210,7 @@ class Trial:
         except Exception as error:
             raise ValueError(
                 f"step_of_k({number}) must return a step that can be lowered: it raised {type(error).__name__}: "
-                f"{str(error).rstrip('.')}.{_SOME_NUMBERS * (number > 1)}"
+                f"{str(error).rstrip('.?')}.{_SOME_NUMBERS * (number > 1)}"
             ) from error
         lowered = getattr(lowered, "lowered", lowered)  # of a step in two programs, or of nnx.jit
         if not isinstance(lowered, jax.stages.Lowered):

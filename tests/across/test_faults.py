@@ -118,6 +118,19 @@ def test_discard_drops_the_window_and_nothing_else(fault, position, apply):
     assert not optax_accum.has_updated(state)
 
 
+def test_discard_sees_what_overflows_where_it_is_emitted():
+    """Four times 30,000 is too much for float16, though not for the float32 that they are added in."""
+    tx = optax_accum.accumulate_gradients(
+        optax.sgd(1.0), 4, reduction="sum", emit_dtype=jnp.float16, nonfinite="discard"
+    )
+    params = jnp.zeros(1, jnp.float16)
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(jnp.full(1, 3e4, jnp.float16), state, params)
+    assert (state.discarded, state.gradient_step) == (1, 0)
+    assert np.all(updates == 0)
+
+
 @faults
 @pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard", optax.transforms.skip_not_finite])
 @pytest.mark.parametrize("every", [1, K])

@@ -563,6 +563,11 @@ def test_float16_with_a_dynamic_scale():
         _, empty = optax_accum.apply_gradients(tx, params, empty, params, scale=1.0, weight=0)
     assert int(empty.discarded) == 1
     assert accum.next_scale(scale, state, empty).scale == scale.scale  # nothing overflowed
+    narrow = optax_accum.accumulate_gradients(inner, 2, reduction="sum", emit_dtype=jnp.float16, nonfinite="discard")
+    before = after = narrow.init(params)
+    for _ in range(2):  # a sum that only float16 cannot hold
+        before, (_, after) = after, narrow.update({"w": jnp.float16(4e4)}, after, params, scale=1.0)
+    assert accum.next_scale(scale, before, after).scale == scale.scale / 2
     half, _ = accum.unscale().update({"w": jnp.float16(60000)}, None, scale=65536.0)  # more than float16 holds
     assert_allclose(half["w"], 60000 / 65536, rtol=1e-6)
     scales = []

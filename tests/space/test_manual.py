@@ -168,9 +168,7 @@ def test_a_loss_of_each_device_needs_the_axes_in_every_way():
     mesh, tx = paths.mesh_of("Auto"), optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
     step = optax_accum.value_and_apply_gradients(loss, tx)
     ways = {
-        "Pass devices=.*for the gradient of all their rows": optax_accum.reduce_microbatches(
-            jax.value_and_grad(loss), 1
-        ),
+        "Pass devices=.*for that of all their rows": optax_accum.reduce_microbatches(jax.value_and_grad(loss), 1),
         "Pass devices=.* to accumulate_gradients; or return jax.lax.pmean": lambda p, b: step(p, tx.init(p), b)[1],
     }
     for message, run in ways.items():
