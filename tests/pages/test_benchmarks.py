@@ -22,10 +22,8 @@ from benchmarks import (
     _pages,
     _problems,
     _results,
-    _small_models,
     accelerators,
     code_size,
-    compile_time,
     on_device,
     packing,
     peers,
@@ -33,7 +31,7 @@ from benchmarks import (
     planning,
 )
 from benchmarks._others import TORCH, Torch
-from benchmarks._ways import JAX_WAYS, OURS, WHOLE
+from benchmarks._ways import WHOLE
 from optax_accum.accelerators import _targets as targets
 from tests import ROOT
 
@@ -309,15 +307,6 @@ def test_a_table_that_is_not_that_of_the_results_is_written_anew():
     assert _pages.written("docs/tokens.md", text.replace("6510 / 6470", "6511 / 6470"), RESULTS) == text
 
 
-@pytest.mark.sweep
-def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
-    problem = _problems.make("MLP", size=16)
-    assert compile_time.measured(problem, 1).shape == (1, len(compile_time.WAYS))
-    monkeypatch.setattr(JAX_WAYS[OURS], "gradient", lambda way, params, *_: params)
-    with pytest.raises(SystemExit, match="MLP: one of .* makes another update"):
-        compile_time.measured(problem, 1)
-
-
 def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
         [_measure.verdict("statistics, beyond that", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
@@ -403,14 +392,13 @@ def test_plans_are_held_to_their_targets():
 
 @pytest.mark.sweep
 def test_the_search_of_a_plan_is_held_to_brute_force():
-    found = plan_search.found_of("linear", _small_models.MODELS["linear"]._replace(rows=8))
+    found = plan_search.found_of("PINN", rows=8, width=16)
     assert (found.divisors, found.wrong, found.planned) == (4, 0, True)
     bad = found._replace(answers=[(2, 8), (4, None)], planned=False)
     assert (bad.wrong, bad._replace(answers=[(2, 8)]).times, bad.times) == (2, 4, math.inf)
     verdicts = lambda each: [row["verdict"] for row in plan_search.verdicts([each])]
     assert (verdicts(found), verdicts(bad)[:2]) == (["met"] * 4, ["MISSED"] * 2)
-    assert "| linear " in plan_search._rendered([found])
-    assert len(_small_models.MODELS) == 30
+    assert found.cells[:2] == ("PINN", "4")
 
 
 def test_what_counts_as_code():
