@@ -113,26 +113,10 @@ SCRIPTS: dict[bool, dict[str, Any]] = {
         "xla_enable_async_all_gather": True,
     },
 }
-FLAGS: dict[bool, list[dict[str, Any]]] = {  # whether they are of TPUs; of `jax.jit(..., compiler_options=)`
-    False: [
-        {},
-        {"xla_gpu_enable_latency_hiding_scheduler": False},
-        {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
-        {"xla_gpu_pipeline_all_reduce": ON},
-        {"xla_gpu_pipeline_reduce_scatter": ON},
-        {"xla_gpu_all_reduce_combine_threshold_bytes": 0},
-    ],
-    True: [
-        {},
-        {FUSED: True, f"{FUSED}_fuse_all_reduce": True},
-        {"xla_enable_async_all_reduce": True},
-        {"xla_tpu_enable_data_parallel_all_reduce_opt": True, "xla_tpu_data_parallel_opt_different_sized_ops": True},
-    ],
-}
 
 
 def flags(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields what flags change of that: for layers in a scan, and those of public scripts for unrolled ones, too."""
+    """Yields what flags of public scripts change of that, for layers in a scan and for unrolled ones."""
     if len(on.devices) == 1:
         return
     mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
@@ -145,14 +129,12 @@ def flags(on: Target) -> Iterator[tuple[str, Facts]]:
         )
         return _sent(on.compile(step.lower(on.shapes(params, mesh=mesh), rows)), params)
 
-    is_tpu = on.devices[0].platform == "tpu"
     stacked = _scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)
     with jax.set_mesh(mesh):
-        for options in FLAGS[is_tpu]:
-            said = ", ".join(f"`{name}={value}`" for name, value in options.items())
-            yield said or "none", sent(*stacked, options)
-        yield "those of public scripts", sent(*stacked, SCRIPTS[is_tpu])
-        yield "the same, unrolled", sent(_dense, {f"layer {i}": layer for i in range(8)}, SCRIPTS[is_tpu])
+        scripts = SCRIPTS[on.devices[0].platform == "tpu"]
+        yield "none", sent(*stacked, {})
+        yield "those of public scripts", sent(*stacked, scripts)
+        yield "the same, unrolled", sent(_dense, {f"layer {i}": layer for i in range(8)}, scripts)
 
 
 def _by_hand(loss: Any, mesh: Any) -> Any:
