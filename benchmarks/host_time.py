@@ -5,7 +5,6 @@ paths take turns, and each turn gives a ratio to Linen's. Before a time is print
 """
 
 import argparse
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,8 +65,6 @@ def _table(layers: int, turns: int) -> str:
         "NNX, `jit_step(train_step)`": _train_step(_Module(layers), accum.nnx.jit_step),
         "NNX, our `Optimizer` under `nnx.jit`": _under_jit(_Module(layers)),
         "NNX, Flax's `Optimizer` around `optax.MultiSteps` under `nnx.jit`": _flax(_Module(layers)),
-        "NNX, our `Optimizer` under `nnx.jit` and `nnx.cached_partial`": _cached(_Module(layers)),
-        "NNX, our `Optimizer` under `jax.jit`, split once, never merged": _split_once(_Module(layers)),
     }
     for _ in range(2 * EVERY):
         for run in runs.values():
@@ -160,31 +157,6 @@ def _flax(model: _Module) -> _Run:
     optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.adam(1e-3), EVERY), wrt=nnx.Param)
     step = nnx.jit(_step)  # MultiSteps begins with arrays that are one: not to be donated
     return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
-
-
-def _cached(model: _Module) -> _Run:
-    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
-    step = nnx.cached_partial(nnx.jit(_step, donate_argnums=(0, 1)), model, optimizer)
-    return _Run(lambda: step(BATCH), lambda: _params(model))
-
-
-def _split_once(model: _Module) -> _Run:
-    """The state goes from call to call; the module has the parameters that it began with."""
-    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
-    graph, state = nnx.split((model, optimizer))
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        both = nnx.merge(graph, state)
-        loss = _step(*both, batch)
-        return nnx.state(both), loss
-
-    def run() -> jax.Array:
-        nonlocal state
-        state, loss = step(state, BATCH)
-        return loss
-
-    return _Run(run, lambda: _params(nnx.merge(graph, state)[0]))
 
 
 if __name__ == "__main__":

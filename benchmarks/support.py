@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 import optax_accum
 from benchmarks import _decoder, _measure, _one_device
-from benchmarks._quirks import QUIRKS
 from optax_accum import accelerators
+from tests.quirks import QUIRKS
 
 FACTS = pathlib.Path(__file__).with_suffix(".json")
 RIGHT = 2e-6  # of the largest parameter: rounding
@@ -58,7 +58,7 @@ def page(text: str, record: dict[str, Any]) -> str:
 
 
 def of_quirks() -> str:
-    """Returns the table of `benchmarks._quirks`."""
+    """Returns the table of `tests.quirks`."""
     number = lambda version: ".".join(map(str, version)).removesuffix(".0")
     until = lambda quirk: f"before {number(quirk.until)}" if quirk.until else "all"
     rows = [[until(quirk), quirk.happens, quirk.instead, quirk.evidence] for quirk in QUIRKS]
