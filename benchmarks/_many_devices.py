@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
@@ -19,8 +18,6 @@ from optax_accum.sharding import Collectives, count_collectives, state_sharding
 
 def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a data-parallel window says between devices, and its memory, with AdamW."""
-    if len(on.devices) == 1:
-        return
     params, mesh = layers(), on.mesh()
     rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
 
@@ -56,8 +53,6 @@ RING = {"all-reduce": 2}  # how often a part goes around: an all-reduce adds up 
 
 def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window sends, and how much of it beside products: 8 layers, k = 8, 512 rows a device each."""
-    if len(on.devices) == 1:
-        return
     mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     models = {
         "stacked": (_scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)),
@@ -117,8 +112,6 @@ SCRIPTS: dict[bool, dict[str, Any]] = {
 
 def flags(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what flags of public scripts change of that, for layers in a scan and for unrolled ones."""
-    if len(on.devices) == 1:
-        return
     mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     rows = on.shapes(jax.ShapeDtypeStruct((8 * 512 * mesh.size, 2048), jnp.float32), P("data"), mesh)
 
@@ -199,7 +192,7 @@ def _window(program: Any, copy: int) -> Facts:
 
 def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters gathers and adds up."""
-    for way in _fsdp.WAYS if len(on.devices) > 1 else ():
+    for way in _fsdp.WAYS:
         for k in (2, 32):
             found = _fsdp.cost(on, way, k, _fsdp.Sizes())
             yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}
@@ -212,22 +205,15 @@ REPLICAS, REPLICA_SPECS = 2, {"up": P("shard"), "down": P(None, "shard")}  # of 
 
 def replicated(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters says between replicas, and inside one."""
-    for way in REPLICATED if len(on.devices) > 1 else ():
+    for way in REPLICATED:
         for k in (2, 8):
             yield f"{way}, k = {k}", between_replicas(on, way, k, _fsdp.Sizes())
 
 
 def between_replicas(on: Target, way: str, k: int, sizes: _fsdp.Sizes) -> Facts:
     """Compiles the gradient of a window, and reads what it costs."""
-    count = len(on.devices)
-    mesh = on.mesh("replica", "shard", shape=(REPLICAS, count // REPLICAS))
-    shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
-    dims = {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
-    params = {name: shape(P(None, *spec), sizes.layers, *dims[name]) for name, spec in REPLICA_SPECS.items()}
-    batch = shape(P(("replica", "shard")), count * sizes.rows, sizes.length, sizes.width)
-    with jax.set_mesh(mesh):
-        jitted = jax.jit(REPLICATED[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
-        compiled = on.compile(jitted.lower(params, batch))
+    mesh, rows = on.mesh("replica", "shard", shape=(REPLICAS, len(on.devices) // REPLICAS)), P(("replica", "shard"))
+    compiled = _fsdp.compiled(on, mesh, REPLICA_SPECS, rows, REPLICATED[way](k), sizes)
     found = count_collectives(compiled).select(min_bytes=1024)
     between = Collectives(tuple(op for op in found if op.group == REPLICAS))
     return {

@@ -68,10 +68,7 @@ def optimizers(on: Target) -> Iterator[tuple[str, Facts]]:
         yield (
             name,
             micro_step(on, optax_accum.accumulate_gradients(inner, 8), params)
-            | {
-                "alone, P": base.most / size(params),
-                "alone temporary, P": (base.temporary or 0) / size(params),
-            },
+            | {"alone, P": base.most / size(params), "alone temporary, P": (base.temporary or 0) / size(params)},
         )
 
 

@@ -4,7 +4,6 @@ Run `python -m benchmarks.code_size`. The products stand beside the core: one co
 `tests/test_architecture.py` holds both to a budget.
 """
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -31,7 +30,7 @@ Tokens are names, numbers, operators and strings; docstrings and comments do not
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.parse_args()
     columns = counted(of_tree())
     print(_measure.header("Size of the code", NOTES))

@@ -4,7 +4,6 @@ Run `python -m benchmarks.host_time`. The model is deep and narrow: there are ma
 paths take turns, and each turn gives a ratio to Linen's. Before a time is printed, parameters are compared.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ class _Run(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--layers", type=int, default=40, help="layers of the model, with a kernel and a bias each")
     parser.add_argument("--turns", type=int, default=25, help=f"turns of each path, of {CALLS} micro-steps")
     options = parser.parse_args()
@@ -112,10 +111,6 @@ def _transformation() -> optax.GradientTransformation:
     return optax_accum.accumulate_gradients(optax.adam(1e-3), EVERY)
 
 
-def _params(model: _Module) -> list[jax.Array]:
-    return [variable[...] for layer in model.layers for variable in (layer.bias, layer.kernel)]
-
-
 def _linen(start: _Module) -> _Run:
     model = _LinenModule(len(start.layers))
     params = {
@@ -137,8 +132,7 @@ def _linen(start: _Module) -> _Run:
 
 def _train_step(model: _Module, compiled: Callable[..., Any] = lambda step: step) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param, metrics=("loss",))
-    step = compiled(accum.nnx.train_step(_loss, num_microbatches=1))
-    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _nnx(model, optimizer, compiled(accum.nnx.train_step(_loss, num_microbatches=1)))
 
 
 def _step(model: _Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
@@ -149,14 +143,17 @@ def _step(model: _Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
 
 def _under_jit(model: _Module) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
-    step = nnx.jit(_step, donate_argnums=(0, 1))
-    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _nnx(model, optimizer, nnx.jit(_step, donate_argnums=(0, 1)))
 
 
 def _flax(model: _Module) -> _Run:
     optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.adam(1e-3), EVERY), wrt=nnx.Param)
-    step = nnx.jit(_step)  # MultiSteps begins with arrays that are one: not to be donated
-    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _nnx(model, optimizer, nnx.jit(_step))  # MultiSteps begins with arrays that are one: not to be donated
+
+
+def _nnx(model: _Module, optimizer: nnx.Optimizer, step: Callable[..., Any]) -> _Run:
+    params = lambda: [variable[...] for layer in model.layers for variable in (layer.bias, layer.kernel)]
+    return _Run(lambda: step(model, optimizer, BATCH), params)
 
 
 if __name__ == "__main__":

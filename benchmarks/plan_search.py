@@ -4,7 +4,6 @@ Run `python -m benchmarks.plan_search` for the public models of `benchmarks.mode
 divisors are compiled; then each budget that lies between two of their peaks is searched.
 """
 
-import argparse
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -57,7 +56,7 @@ class Found(NamedTuple):
 
 def main() -> None:
     """Prints the table, and whether the targets are met."""
-    parser = argparse.ArgumentParser(prog="benchmarks.plan_search", description=__doc__)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="which of them")
     options = parser.parse_args()
     print(_measure.header("The plan's search against brute force", NOTES))

@@ -30,8 +30,7 @@ from benchmarks import (
     plan_search,
     planning,
 )
-from benchmarks._others import TORCH, Torch
-from benchmarks._ways import WHOLE
+from benchmarks._contenders import TORCH, WHOLE, Torch
 from optax_accum.accelerators import _targets as targets
 from tests import ROOT
 
@@ -346,7 +345,7 @@ def test_what_cannot_be_is_said_before_anything_runs(options, said, monkeypatch,
 
 def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"R\.md cannot be written: No such file or directory\."):
-        _measure.write(tmp_path / "gone" / "R.md", "text", None)
+        _measure.write(tmp_path / "gone" / "R.md", "text")
 
 
 @pytest.mark.sweep
@@ -369,7 +368,7 @@ def test_packings_are_held_to_the_fewest_on_as_many_devices():
     found = packing._packed("long", [9, 8, 8], (16,), (1, 2))
     assert [each.buckets for each in found] == 2 * ["default", "24", "16", "8"]
     assert [(each.devices, each.fewest) for each in found[::4]] == [(1, 2), (2, 2)]
-    filled, fewest, _ = (_measure.judged(target, found) for target in packing._targets())
+    filled, fewest, _ = packing._verdicts(found)
     assert (filled["measured"], filled["verdict"], fewest["measured"]) == (0.39, "MISSED", 1.0)
 
 
@@ -382,7 +381,7 @@ def test_what_an_accelerator_holds_is_what_it_says():
 def test_plans_are_held_to_their_targets():
     row = planning.Measured("mlp", 4, True, 100, 98.0, 99.0, 7, "")
     fewer = row._replace(k=3, chosen=False, foretold=120.0, measured=130.0)
-    verdicts = lambda *found: [_measure.judged(target, found)["verdict"] for target in planning.targets()]
+    verdicts = lambda *found: [row["verdict"] for row in planning.verdicts(found)]
     assert verdicts(row, fewer) == ["met"] * 3
     assert verdicts(row._replace(foretold=93.0), fewer._replace(measured=99.9)) == ["MISSED", "met", "MISSED"]
     assert verdicts(row._replace(measured=100.1), fewer) == ["met", "MISSED", "met"]
