@@ -429,13 +429,12 @@ class Accelerate(Torch):
         self.update(self.accelerator.prepare(DataLoader(data, batch_size=None)))  # it tells which is the last
 
 
-WHOLE, OURS, OURS_WITHIN = "whole batch", "ours: apply_gradients", "ours: value_and_grad"
-UPDATE = "ours: update"
+WHOLE, OURS, UPDATE, TORCH = "whole batch", "ours: apply_gradients", "ours: update", "PyTorch"
 JAX_WAYS: dict[str, type[Way]] = {
     WHOLE: Whole,
     OURS: OursAcross,
     UPDATE: OursByUpdate,
-    OURS_WITHIN: OursWithin,
+    "ours: value_and_grad": OursWithin,
     "optax.MultiSteps": MultiSteps,
     "optax.apply_every": ApplyEvery,
     "optax.microbatch": Microbatch,
@@ -444,5 +443,4 @@ JAX_WAYS: dict[str, type[Way]] = {
     "as in MaxText": MaxText,
     "as in Tunix (NNX)": Tunix,
 }
-KERAS, TORCH, ACCELERATE = "Keras 3 on JAX", "PyTorch", "accelerate"
-WAYS: dict[str, type[Way]] = JAX_WAYS | {KERAS: Keras, TORCH: Torch, ACCELERATE: Accelerate}
+WAYS: dict[str, type[Way]] = JAX_WAYS | {"Keras 3 on JAX": Keras, TORCH: Torch, "accelerate": Accelerate}
