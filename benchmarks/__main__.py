@@ -70,7 +70,7 @@ def main() -> None:
             kind = KINDS.get(name, jax.devices()[0].platform)
             old = options.output.read_text() if options.output.exists() else ""
             new = {kind: _results.section(kind, [part], options.quick)}
-            _measure.write(options.output, _results.merged(old, new), None)
+            _measure.write(options.output, _results.merged(old, new))
     if failed:
         raise SystemExit(f"Failed, and not written: {', '.join(failed)}.")
 

@@ -45,21 +45,23 @@ class Cost(NamedTuple):
 
 def cost(on: Target, way: str, k: int, sizes: Sizes) -> Cost:
     """Compiles the gradient of a window, and reads what it costs."""
-    mesh = on.mesh()
-    shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
-    params = {
-        "up": shape(P(None, *SPECS["up"]), sizes.layers, sizes.width, sizes.hidden),
-        "down": shape(P(None, *SPECS["down"]), sizes.layers, sizes.hidden, sizes.width),
-    }
-    batch = shape(P("data"), len(on.devices) * sizes.rows, sizes.length, sizes.width)
-    with jax.set_mesh(mesh):
-        jitted = jax.jit(WAYS[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
-        compiled = on.compile(jitted.lower(params, batch))
-    found = optax_accum.sharding.count_collectives(compiled).select(min_bytes=1024)
+    program = compiled(on, on.mesh(), SPECS, P("data"), WAYS[way](k), sizes)
+    found = optax_accum.sharding.count_collectives(program).select(min_bytes=1024)
     gathered, reduced = found.select("all-gather").bytes, found.select(("all-reduce", "reduce-scatter")).bytes
     others = found.bytes - gathered - reduced
-    numbers = gathered, reduced, others, found.hidden, compiled.memory_analysis().temp_size_in_bytes
+    numbers = gathered, reduced, others, found.hidden, program.memory_analysis().temp_size_in_bytes
     return Cost(*(number / sizes.copy for number in numbers))
+
+
+def compiled(on: Target, mesh: Any, specs: Tree, rows: P, gradient: Callable[..., Any], sizes: Sizes) -> Any:
+    """Compiles the gradient of a window, of parameters whose layers are sharded so, and of so sharded rows."""
+    shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
+    dims = {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
+    params = {name: shape(P(None, *spec), sizes.layers, *dims[name]) for name, spec in specs.items()}
+    batch = shape(rows, len(on.devices) * sizes.rows, sizes.length, sizes.width)
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(gradient, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
+        return on.compile(jitted.lower(params, batch))
 
 
 # The ways, each `way(k)(params, batch) -> gradient`.

@@ -1,4 +1,4 @@
-"""What it takes to add inside the backward pass: the memory of six losses, each in three mixtures of dtypes."""
+"""What it takes to add inside the backward pass: the memory of four losses, each in three mixtures of dtypes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from benchmarks._measure import Tree
 from benchmarks._one_device import Facts, by_cublas, is_gpu, sums_in_products
 from optax_accum.accelerators import Target
 
-DEPTH, WIDTH, WORDS, EXPERTS, RANK = 16, 1024, 4096, 4, 64  # no stack fits in the 128 MiB of a TPU's vector memory
+DEPTH, WIDTH, WORDS = 16, 1024, 4096  # no stack fits in the 128 MiB of a TPU's vector memory
 ROWS, LENGTH = 8, 4  # of a micro-batch: few, so that P is more than what is kept of them
 CHOSEN = "one of 16 layers, by a switch, bfloat16"
 FOUR, KEPT = "tied embedding, bfloat16, k = 4", "tied embedding without checkpoint, bfloat16, k = 4"
@@ -27,11 +27,10 @@ class Mixture(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A loss `(params, batch, frozen)`, and the shapes of what it is differentiated by, and of what it is not."""
+    """A loss `(params, batch)`, and the shapes of its parameters."""
 
-    loss: Callable[[Tree, jax.Array, Tree], jax.Array]
+    loss: Callable[[Tree, jax.Array], jax.Array]
     params: Tree
-    frozen: Tree = ()
     words: bool = False
 
 
@@ -52,47 +51,24 @@ def through(layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: 
     return jax.lax.scan(lambda x, w: (layer(x, w), None), x, layers)[0]
 
 
-def stacked(params: Tree, x: jax.Array, _: Tree, layer: Callable[..., Any] = block) -> jax.Array:
+def stacked(params: Tree, x: jax.Array, layer: Callable[..., Any] = block) -> jax.Array:
     return _mean(through(layer, x.astype(params["up"].dtype), params))
 
 
-def unrolled(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
+def unrolled(params: Tree, x: jax.Array) -> jax.Array:
     return _mean(functools.reduce(block, params, x.astype(params[0]["up"].dtype)))
 
 
-def tied(params: Tree, words: jax.Array, _: Tree, layer: Callable[..., Any] = block) -> jax.Array:
+def tied(params: Tree, words: jax.Array, layer: Callable[..., Any] = block) -> jax.Array:
     x = through(layer, params["table"][words[..., :-1]], params["layers"])
     logits = (x @ params["table"].T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, words[..., 1:]).mean()
 
 
-def chosen(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
+def chosen(params: Tree, x: jax.Array) -> jax.Array:
     each = [lambda x, n=n: block(x, jax.tree.map(lambda w: w[n], params)) for n in range(DEPTH)]
     x = x.astype(params["up"].dtype)
     return _mean(jax.lax.switch(jnp.int32(jnp.abs(jnp.sum(x))) % DEPTH, each, x))
-
-
-def adapted(params: Tree, x: jax.Array, frozen: Tree) -> jax.Array:
-    def times(x: jax.Array, w: jax.Array, factors: Tree) -> jax.Array:
-        low, high = factors
-        return x @ w + (x.astype(low.dtype) @ low @ high).astype(x.dtype)
-
-    def layer(x: jax.Array, of: tuple[Tree, Tree]) -> jax.Array:
-        w, factors = of
-        return x + times(jax.nn.gelu(times(x, w["up"], factors["up"])), w["down"], factors["down"])
-
-    return _mean(through(layer, x.astype(jnp.bfloat16), (frozen, params)))
-
-
-def routed(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
-    def layer(x: jax.Array, w: Tree) -> jax.Array:
-        gates = jax.nn.softmax((x @ w["router"]).astype(jnp.float32))
-        chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), EXPERTS) * gates  # of each row one expert
-        each = jnp.einsum("ble,bld->ebld", chosen.astype(x.dtype), x)
-        hidden = jax.nn.gelu(jnp.einsum("ebld,edf->eblf", each, w["up"]))
-        return x + jnp.einsum("eblf,efd->bld", hidden, w["down"])
-
-    return _mean(through(layer, x.astype(params["up"].dtype), params))
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -101,15 +77,6 @@ def _mean(x: jax.Array) -> jax.Array:
 
 UP, DOWN = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
 STACK = {"up": (DEPTH, *UP), "down": (DEPTH, *DOWN)}
-FACTORS = {
-    "up": ((DEPTH, WIDTH, RANK), (DEPTH, RANK, 4 * WIDTH)),
-    "down": ((DEPTH, 4 * WIDTH, RANK), (DEPTH, RANK, WIDTH)),
-}
-EACH = {
-    "router": (DEPTH, WIDTH, EXPERTS),
-    "up": (DEPTH, EXPERTS, WIDTH, WIDTH),
-    "down": (DEPTH, EXPERTS, WIDTH, WIDTH),
-}
 CASES = {
     "scan": Case(stacked, STACK),
     "tied embedding": Case(
@@ -117,8 +84,6 @@ CASES = {
     ),
     "checkpointed scan": Case(functools.partial(stacked, layer=jax.checkpoint(block)), STACK),
     "one by one": Case(unrolled, [{"up": UP, "down": DOWN}] * DEPTH),
-    "LoRA": Case(adapted, FACTORS, frozen=STACK),
-    "MoE": Case(routed, EACH),
 }
 
 
@@ -162,39 +127,36 @@ class Ways(NamedTuple):
     def alone(self) -> float:
         """Returns what one micro-batch needs, and one layer's gradient, which is added to the sum when it is whole."""
         found = self.temporary(self.compiled(jax.value_and_grad(self.loss), 1))
-        return found + self.size(self.case.params) / self.size((self.case.params, self.case.frozen)) / DEPTH
+        return found + 1 / DEPTH
 
-    def by_hand(self, params: Tree, batch: jax.Array, frozen: Tree) -> tuple[jax.Array, Tree]:
+    def by_hand(self, params: Tree, batch: jax.Array) -> tuple[jax.Array, Tree]:
         """Returns the gradient as one writes it."""
 
         def add(total: Tree, rows: jax.Array) -> tuple[Tree, None]:
-            found = jax.value_and_grad(self.loss)(params, rows, frozen)
+            found = jax.value_and_grad(self.loss)(params, rows)
             return jax.tree.map(lambda total, one: total + one.astype(jnp.float32), total, found), None
 
         start = (jnp.zeros([]), optax.tree.zeros_like(params, dtype=jnp.float32))
         return jax.lax.scan(add, start, batch.reshape(-1, ROWS, *batch.shape[1:]))[0]
 
-    def loss(self, params: Tree, batch: jax.Array, frozen: Tree) -> jax.Array:
+    def loss(self, params: Tree, batch: jax.Array) -> jax.Array:
         """Returns the loss of parameters that are cast before it, where they are."""
-        return self.case.loss(optax.tree.cast(params, self.mixture.inside), batch, frozen)
+        return self.case.loss(optax.tree.cast(params, self.mixture.inside), batch)
 
     def compiled(self, step: Callable[..., Any], count: int | None = None) -> Any:
         """Returns the program of a step over a batch of so many micro-batches."""
         rows = ROWS * (self.count if count is None else count)
         words = jax.ShapeDtypeStruct((rows, LENGTH + 1), jnp.int32)
         batch = words if self.case.words else jax.ShapeDtypeStruct((rows, LENGTH, WIDTH), jnp.float32)
-        args = (self.shapes(self.case.params, self.mixture.of_params), batch, self.shapes(self.case.frozen))
+        args = (self.shapes(self.mixture.of_params), batch)
         return by_cublas(self.on, jax.jit(step).lower(*map(self.on.one().shapes, args)))
 
     def temporary(self, program: Any) -> float:
-        """Returns its temporary memory, in float32 copies of the parameters, those that are frozen among them."""
-        return program.memory_analysis().temp_size_in_bytes / self.size((self.case.params, self.case.frozen))
+        """Returns its temporary memory, in float32 copies of the parameters."""
+        copy = sum(4 * leaf.size for leaf in jax.tree.leaves(self.shapes(jnp.float32)))
+        return program.memory_analysis().temp_size_in_bytes / copy
 
-    def size(self, tree: Tree) -> int:
-        """Returns the bytes of arrays of these shapes in float32."""
-        return sum(4 * leaf.size for leaf in jax.tree.leaves(self.shapes(tree)))
-
-    def shapes(self, tree: Tree, dtype: Any = jnp.bfloat16) -> Tree:
-        """Returns arrays of these shapes."""
-        is_shape = lambda node: isinstance(node, tuple) and bool(node) and all(isinstance(n, int) for n in node)
-        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=is_shape)
+    def shapes(self, dtype: Any) -> Tree:
+        """Returns the parameters' shapes."""
+        is_shape = lambda node: isinstance(node, tuple) and all(isinstance(n, int) for n in node)
+        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), self.case.params, is_leaf=is_shape)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
@@ -19,8 +18,6 @@ from optax_accum.sharding import Collectives, count_collectives, state_sharding
 
 def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a data-parallel window says between devices, and its memory, with AdamW."""
-    if len(on.devices) == 1:
-        return
     params, mesh = layers(), on.mesh()
     rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
 
@@ -56,8 +53,6 @@ RING = {"all-reduce": 2}  # how often a part goes around: an all-reduce adds up 
 
 def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window sends, and how much of it beside products: 8 layers, k = 8, 512 rows a device each."""
-    if len(on.devices) == 1:
-        return
     mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     models = {
         "stacked": (_scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)),
@@ -113,28 +108,10 @@ SCRIPTS: dict[bool, dict[str, Any]] = {
         "xla_enable_async_all_gather": True,
     },
 }
-FLAGS: dict[bool, list[dict[str, Any]]] = {  # whether they are of TPUs; of `jax.jit(..., compiler_options=)`
-    False: [
-        {},
-        {"xla_gpu_enable_latency_hiding_scheduler": False},
-        {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
-        {"xla_gpu_pipeline_all_reduce": ON},
-        {"xla_gpu_pipeline_reduce_scatter": ON},
-        {"xla_gpu_all_reduce_combine_threshold_bytes": 0},
-    ],
-    True: [
-        {},
-        {FUSED: True, f"{FUSED}_fuse_all_reduce": True},
-        {"xla_enable_async_all_reduce": True},
-        {"xla_tpu_enable_data_parallel_all_reduce_opt": True, "xla_tpu_data_parallel_opt_different_sized_ops": True},
-    ],
-}
 
 
 def flags(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields what flags change of that: for layers in a scan, and those of public scripts for unrolled ones, too."""
-    if len(on.devices) == 1:
-        return
+    """Yields what flags of public scripts change of that, for layers in a scan and for unrolled ones."""
     mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     rows = on.shapes(jax.ShapeDtypeStruct((8 * 512 * mesh.size, 2048), jnp.float32), P("data"), mesh)
 
@@ -145,14 +122,12 @@ def flags(on: Target) -> Iterator[tuple[str, Facts]]:
         )
         return _sent(on.compile(step.lower(on.shapes(params, mesh=mesh), rows)), params)
 
-    is_tpu = on.devices[0].platform == "tpu"
     stacked = _scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)
     with jax.set_mesh(mesh):
-        for options in FLAGS[is_tpu]:
-            said = ", ".join(f"`{name}={value}`" for name, value in options.items())
-            yield said or "none", sent(*stacked, options)
-        yield "those of public scripts", sent(*stacked, SCRIPTS[is_tpu])
-        yield "the same, unrolled", sent(_dense, {f"layer {i}": layer for i in range(8)}, SCRIPTS[is_tpu])
+        scripts = SCRIPTS[on.devices[0].platform == "tpu"]
+        yield "none", sent(*stacked, {})
+        yield "those of public scripts", sent(*stacked, scripts)
+        yield "the same, unrolled", sent(_dense, {f"layer {i}": layer for i in range(8)}, scripts)
 
 
 def _by_hand(loss: Any, mesh: Any) -> Any:
@@ -217,7 +192,7 @@ def _window(program: Any, copy: int) -> Facts:
 
 def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters gathers and adds up."""
-    for way in _fsdp.WAYS if len(on.devices) > 1 else ():
+    for way in _fsdp.WAYS:
         for k in (2, 32):
             found = _fsdp.cost(on, way, k, _fsdp.Sizes())
             yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}
@@ -230,22 +205,15 @@ REPLICAS, REPLICA_SPECS = 2, {"up": P("shard"), "down": P(None, "shard")}  # of 
 
 def replicated(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a window over sharded parameters says between replicas, and inside one."""
-    for way in REPLICATED if len(on.devices) > 1 else ():
+    for way in REPLICATED:
         for k in (2, 8):
             yield f"{way}, k = {k}", between_replicas(on, way, k, _fsdp.Sizes())
 
 
 def between_replicas(on: Target, way: str, k: int, sizes: _fsdp.Sizes) -> Facts:
     """Compiles the gradient of a window, and reads what it costs."""
-    count = len(on.devices)
-    mesh = on.mesh("replica", "shard", shape=(REPLICAS, count // REPLICAS))
-    shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
-    dims = {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
-    params = {name: shape(P(None, *spec), sizes.layers, *dims[name]) for name, spec in REPLICA_SPECS.items()}
-    batch = shape(P(("replica", "shard")), count * sizes.rows, sizes.length, sizes.width)
-    with jax.set_mesh(mesh):
-        jitted = jax.jit(REPLICATED[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
-        compiled = on.compile(jitted.lower(params, batch))
+    mesh, rows = on.mesh("replica", "shard", shape=(REPLICAS, len(on.devices) // REPLICAS)), P(("replica", "shard"))
+    compiled = _fsdp.compiled(on, mesh, REPLICA_SPECS, rows, REPLICATED[way](k), sizes)
     found = count_collectives(compiled).select(min_bytes=1024)
     between = Collectives(tuple(op for op in found if op.group == REPLICAS))
     return {

@@ -1,12 +1,12 @@
 """Measuring: compile with donation, time in turn, memory, targets, tables."""
 
 import argparse
-import dataclasses
-import json
 import math
 import os
 import pathlib
 import platform
+import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,43 +31,40 @@ def relative_difference(got: Tree, expected: Tree) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
+def gradient_difference(ours: Tree, whole: Tree) -> float:
+    """Returns the largest difference of gradients, over the largest entry of all; of values, as above."""
+    (our_value, our_grads), (value, grads) = ours, whole
+    scale = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+    apart = jax.tree.map(lambda a, b: float(abs(a - b).max()) / scale, our_grads, grads)
+    return max(relative_difference(our_value, value), *jax.tree.leaves(apart))
+
+
 def _leaf_difference(got: jax.Array, expected: jax.Array) -> jax.Array:
     got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
     scale = jnp.max(jnp.abs(expected))
     return jnp.max(jnp.abs(got - expected)) / jnp.where(scale == 0, 1, scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A number to reach in every table that counts, so in the worst of them.
-
-    Attributes:
-      what: the number.
-      counts: `counts(table.case)`: whether it is read from this table.
-      value: reads it.
-      bound: what to reach.
-      at_least: whether more is better.
-    """
-
-    what: str
-    counts: Callable[[Any], bool]
-    value: Callable[[Any], float]
-    bound: float
-    at_least: bool = False
+def cpu_seconds(run: Callable[..., Any], *args: Any) -> float:
+    """Returns the CPU time of a call, on all cores."""
+    start = time.process_time()
+    jax.block_until_ready(run(*args))
+    return time.process_time() - start
 
 
-def judged(target: Target, measured: Iterable[Any]) -> dict[str, Any]:
-    """Returns the target, what was measured (to the two decimals that are printed), the verdict, and where."""
-    counted = [table for table in measured if target.counts(table.case)]
-    if not counted:
-        return verdict(target.what, None, target.bound, "", at_least=target.at_least)
-    worst = (min if target.at_least else max)(counted, key=target.value)
-    many = f", worst of {len(counted)}" if len(counted) > 1 else ""
-    return verdict(target.what, target.value(worst), target.bound, f"{worst.case}{many}", at_least=target.at_least)
+def worst(
+    what: str, rows: Sequence[Any], value: Callable[[Any], float], bound: float, *, at_least: bool = False
+) -> dict[str, Any]:
+    """Returns the verdict on a number to reach in every row, so in the worst of them."""
+    if not rows:
+        return verdict(what, None, bound, "", at_least=at_least)
+    found = (min if at_least else max)(rows, key=value)
+    many = f", worst of {len(rows)}" if len(rows) > 1 else ""
+    return verdict(what, value(found), bound, f"{found}{many}", at_least=at_least)
 
 
 def verdict(what: str, value: float | None, bound: float, where: str, *, at_least: bool = False) -> dict[str, Any]:
-    """Returns a number to reach, what was measured, and whether it was reached."""
+    """Returns a number to reach, what was measured (to two decimals), and whether it was reached."""
     row = {"number": what, "target": f"{'>=' if at_least else '<='} {bound:g}"}
     if value is None:
         return row | {"measured": None, "verdict": "not measured", "where": where}
@@ -77,7 +74,7 @@ def verdict(what: str, value: float | None, bound: float, where: str, *, at_leas
 
 
 def targets_text(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Returns what `judged` says, as a Markdown section."""
+    """Returns verdicts as a Markdown section."""
     show = lambda value: "" if value is None else f"{value:.2f}" if isinstance(value, float) else value
     rows = [tuple(map(show, verdict.values())) for verdict in verdicts]
     return "### Targets\n\n" + markdown([("number", "target", "measured", "verdict", "where"), *rows], left=(0, 3, 4))
@@ -126,12 +123,23 @@ def digits(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
+def parser(document: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of options whose help is a module's docstring."""
+    return argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def writable(text: str) -> pathlib.Path:
     """Returns an option as the path of a file that can be written, before anything is measured."""
     path = pathlib.Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"must be a file that can be written: {text}. Its folder must exist.")
     return path
+
+
+def filled(text: str, kind: str, table: Callable[[re.Match[str]], str]) -> str:
+    """Returns a page with `table(mark)` after each of its marks `<!-- kind -->`, in the place of an old table."""
+    marked = re.compile(rf"(?P<mark><!-- {kind} -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
+    return marked.sub(lambda found: f"{found['mark']}\n{table(found).rstrip()}\n", text)
 
 
 def command(main: Callable[[], Any]) -> None:
@@ -142,9 +150,9 @@ def command(main: Callable[[], Any]) -> None:
         raise SystemExit("\nInterrupted.") from None
 
 
-def write(path: pathlib.Path, text: str, record: Any) -> None:
-    """Writes the record where the path ends in `.json`, else the text."""
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a file, or ends the run in one line."""
     try:
-        path.write_text((json.dumps(record, indent=2) if path.suffix == ".json" else text) + "\n")
+        path.write_text(text + "\n")
     except OSError as error:
         raise SystemExit(f"{path} cannot be written: {error.strerror}.") from None

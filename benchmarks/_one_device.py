@@ -1,4 +1,4 @@
-"""What a program for one device becomes: micro-steps by optimizer and by policy, cuts, products, offload."""
+"""What a program for one device becomes: micro-steps by optimizer and by policy, cuts, offload."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -68,10 +68,7 @@ def optimizers(on: Target) -> Iterator[tuple[str, Facts]]:
         yield (
             name,
             micro_step(on, optax_accum.accumulate_gradients(inner, 8), params)
-            | {
-                "alone, P": base.most / size(params),
-                "alone temporary, P": (base.temporary or 0) / size(params),
-            },
+            | {"alone, P": base.most / size(params), "alone temporary, P": (base.temporary or 0) / size(params)},
         )
 
 
@@ -205,56 +202,16 @@ def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what it takes to cut a batch in 8: in copies of the batch, B, whose rows are as wide as the model."""
     batch, params = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32), list(layers().values())[:1]
     loss = lambda params, x: jnp.mean(jnp.tanh(x @ params[0]) ** 2)
-
-    def consecutive(params: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
-        add = lambda acc, rows: (jax.tree.map(jnp.add, acc, jax.value_and_grad(loss)(params, rows)), None)
-        start = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
-        return jax.lax.scan(add, start, x.reshape(8, -1, WIDTH))[0]
-
-    for name, step in (
-        ("row r in micro-batch r mod 8", optax_accum.value_and_grad(loss, num_microbatches=8)),
-        ("consecutive rows, by hand", consecutive),
-    ):
-        program = compiled(on, step, params, batch, donate=())
-        found = count_traffic(program, min_copy=size(batch) // 8)
-        yield (
-            name,
-            {
-                "moved, B": found.most / size(batch),
-                "copies of a micro-batch": found.always.copies,
-                "temporary, B": (found.temporary or 0) / size(batch),
-            },
-        )
-
-
-def products(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields the products of 4 checkpointed layers by cuBLAS; one with beta = 1 adds to what it writes."""
-    if not is_gpu(on):
-        return
-    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-
-    def stacked(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
-
-    def unrolled(w: list[jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.mean(functools.reduce(lambda x, w: layer(x, w)[0], w, x) ** 2)
-
-    matrices = list(layers().values())
-    stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
-    batch = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
-    for name, loss, params in (("a scan over layers", stacked, stack), ("layers one by one", unrolled, matrices)):
-        step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8))
-        program = by_cublas(on, step.lower(*map(on.one().shapes, (params, batch))))
-        found = count_traffic(program)
-        yield (
-            f"{name}, in place",
-            {
-                "products": len(_gemms(program)),
-                "with beta = 1, in place": sums_in_products(program),
-                "moved, P": found.most / size(params),
-                "temporary, P": (found.temporary or 0) / size(params),
-            },
-        )
+    program = compiled(on, optax_accum.value_and_grad(loss, num_microbatches=8), params, batch, donate=())
+    found = count_traffic(program, min_copy=size(batch) // 8)
+    yield (
+        "row r in micro-batch r mod 8",
+        {
+            "moved, B": found.most / size(batch),
+            "copies of a micro-batch": found.always.copies,
+            "temporary, B": (found.temporary or 0) / size(batch),
+        },
+    )
 
 
 def is_gpu(on: Target) -> bool:
@@ -274,8 +231,5 @@ def by_cublas(on: Target, lowered: Any) -> Any:
 
 def sums_in_products(program: Any) -> int:
     """Returns how many products of cuBLAS add to what they write."""
-    return sum('"beta":1' in line and "output_to_operand_aliasing" in line for line in _gemms(program))
-
-
-def _gemms(program: Any) -> list[str]:
-    return [line for line in program.as_text().splitlines() if '"__cublas$' in line]
+    products = (line for line in program.as_text().splitlines() if '"__cublas$' in line)
+    return sum('"beta":1' in line and "output_to_operand_aliasing" in line for line in products)

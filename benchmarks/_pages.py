@@ -104,9 +104,7 @@ def written(path: str, text: str, results: str) -> str:
     """Returns a page with its tables, or its row, as they are in the results."""
     for name, (where, make) in TABLES.items():
         if where == path:
-            table = _measure.markdown(make(results), left=(0,))
-            mark, old = f"<!-- results: {name} -->\n", r"(?:\n\|.*(?:\n\|.*)*\n)?"
-            text = re.sub(mark + old, lambda _, new=f"{mark}\n{table}\n": new, text)
+            text = _measure.filled(text, f"results: {name}", lambda _, make=make: _measure.markdown(make(results)))
     if path == "README.md":
         text = re.sub(r"^\| time, .*$", lambda _: side_by_side(results), text, flags=re.MULTILINE)
     return text
@@ -120,7 +118,7 @@ def faults_written(text: str) -> str:
     rows = [(f"`{fault.name}`", fault.makes) for fault in step_faults.FAULTS]
     head = ("named", "what becomes of the micro-batches")
     table = "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * 2, *rows))
-    return re.sub(r"(<!-- faults: verify_step -->)\n\n(?:\|.*\n)*", lambda mark: f"{mark[1]}\n\n{table}\n", text)
+    return _measure.filled(text, "faults: verify_step", lambda _: table)
 
 
 def main() -> None:

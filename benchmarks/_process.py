@@ -96,15 +96,17 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(facts), file=answers, flush=True)
 
     way, problem, k, size, path = json.loads(arguments[0])
-    from benchmarks import _others, _problems, _ways
+    from benchmarks import _contenders, _problems
 
     made = _problems.make(problem, k, size)
-    runs = _others.WAYS[way](made)
+    runs = _contenders.WAYS[way](made)
     first, *others = [runs.place(batch) for batch in made.batches]
     for told in map(str.strip, sys.stdin):
         if told == "end":
             peak = _peak()  # before its programs are asked for
-            say(peak=peak, program=max((_ways.held(program) for program, _ in runs.programs(first)), default=None))
+            say(
+                peak=peak, program=max((_contenders.held(program) for program, _ in runs.programs(first)), default=None)
+            )
             return
         start, host = time.perf_counter(), time.thread_time()
         runs.update(first)

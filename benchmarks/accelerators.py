@@ -6,7 +6,6 @@ of targets and versions of JAX, where a change shows as a diff; with `--pages do
 docs/many_devices.md` nothing is compiled, and the tables of those pages become those of the JSON.
 """
 
-import argparse
 import importlib.metadata
 import json
 import pathlib
@@ -29,6 +28,7 @@ memory is what the compiler asks for beside arguments and results; both of one d
 IN_PLACE = "value_and_grad, in place"
 COMPILERS = {"tpu": "libtpu"}  # those of GPUs and CPUs have the version of JAX
 OF_CPUS = ("in place",)  # the kinds that are read for a CPU, too
+OF_SEVERAL = ("data parallel", "overlap", "overlap, by flag", "FSDP", "HSDP")
 KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": _one_device.optimizers,
     "apply_gradients, by policy": _one_device.policies,
@@ -40,7 +40,6 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "in place": _in_place.memory,
     "BatchNorm": _batch_norms.norms,
     "cut": _one_device.cuts,
-    "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
     "overlap": _many_devices.overlap,
     "overlap, by flag": _many_devices.flags,
@@ -51,7 +50,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
 
 def main() -> None:
     """Prints the tables of each target, or writes those of pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument(
         "--targets", nargs="+", default=["h100"], help="h100, a100, h200, b200, v5e:4x4, v5p:2x2x1, cpu, ..."
     )
@@ -72,7 +71,8 @@ def main() -> None:
         here = f"{name}, JAX {jax.__version__}"
         if compiler := COMPILERS.get(many.devices[0].platform):
             here += f", {compiler} {importlib.metadata.version(compiler)}"
-        for kind in (kind for kind in options.kinds if name != "cpu" or kind in OF_CPUS):
+        left_out = OF_SEVERAL if len(many.devices) == 1 else ()
+        for kind in (kind for kind in options.kinds if kind in OF_CPUS or not (name == "cpu" or kind in left_out)):
             found = {case: _rounded(row) for case, row in tqdm(KINDS[kind](many), desc=f"{name}: {kind}", leave=False)}
             _add(options.facts, here, kind, found)
             print(table(kind, {here: {kind: found}}), flush=True)
@@ -137,16 +137,14 @@ def targets(record: dict[str, Any]) -> str:
     sent = lambda case: {name: size for name, size in read("overlap", case, "sent, P").items() if name.startswith("h")}
     hidden = lambda case: read("overlap", case, "of it hidden, P")  # on a TPU that is not known
     exposed = lambda case: {name: 1 - hidden(case)[name] / of for name, of in sent(case).items()}
+    decoder = ratio(memory(IN_PLACE), memory("optax.microbatch"))
+    narrow = ratio(sent("stacked, overlap=True, bfloat16 wire"), sent("stacked, overlap=True"))
     verdicts = [
         ("held apply_gradients, AdamW, moves, P", adamw("held, P"), 3),
         ("copies in it", adamw("held copies"), 0),
         ("its temporary memory, P", adamw("temporary, P"), 0),
         ("a window of 8, P", adamw("window of 8, P"), 31),
-        (
-            "a decoder's memory, value_and_grad / optax.microbatch",
-            ratio(memory(IN_PLACE), memory("optax.microbatch")),
-            0.9,
-        ),
+        ("a decoder's memory, value_and_grad / optax.microbatch", decoder, 0.9),
         ("in place, temporary memory beyond one micro-batch's, P", beyond("one micro-batch, P", "in place, P"), 0.05),
         ("statistics, beyond that, P", beyond("in place, P", "with statistics, P"), 0.02),
         ("bfloat16 parameters, float32 sums, tied and checkpointed, k = 4: temporary memory, P", four, 0.55),
@@ -154,8 +152,6 @@ def targets(record: dict[str, Any]) -> str:
         ("the same, bytes moved", norms("8 layers", "moved"), 2.2),
         ("24 BatchNorms, temporary memory / the whole batch's", norms("24 layers", "temporary"), 0.3),
         ("the same, bytes moved", norms("24 layers", "moved"), 2.1),
-        ("ResNet-50, temporary memory / the whole batch's", norms("ResNet-50", "temporary"), 0.35),
-        ("the same, bytes moved", norms("ResNet-50", "moved"), 2.6),
         ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),
         ("the same, k = 32 / k = 2", ratio(through[1], through[0]), 1),
         ("HSDP, k = 8: bytes between replicas / those of a scan by hand", ratio(*between), 1 / 8),
@@ -163,11 +159,7 @@ def targets(record: dict[str, Any]) -> str:
         ("the same, unrolled", exposed("unrolled, overlap=True"), 0.2),
         ("the same, stacked, to shards", exposed("stacked, to shards (ZeRO-1), overlap=True"), 0.2),
         ("the same, stacked, across calls", exposed("stacked, across calls, static flush, overlap=True"), 0.2),
-        (
-            "sent in bfloat16 / in float32",
-            ratio(sent("stacked, overlap=True, bfloat16 wire"), sent("stacked, overlap=True")),
-            0.5,
-        ),
+        ("sent in bfloat16 / in float32", narrow, 0.5),
     ]
     worst = lambda of: max(of, key=lambda name: of[name])
     there = [(what, of, at) for what, of, at in verdicts if of]  # no target of a record may have some kinds
@@ -190,13 +182,12 @@ def page(text: str, record: dict[str, Any]) -> str:
     that numbers are multiples of the parameters' size: in their code, P is JAX's PartitionSpec.
     """
     new = _without_unit(_newest(record))
-    marked = re.compile(r"(<!-- facts: (.*?)(?: \((.*); (.*)\))? -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
 
-    def filled(found: re.Match[str]) -> str:
-        mark, kind, target, cases = found.groups()
-        return f"{mark}\n{part(kind, new, target, cases) if target else table(kind, new)}"
+    def made(mark: re.Match[str]) -> str:
+        _, kind, target, cases = mark.groups()
+        return part(kind, new, target, cases) if target else table(kind, new)
 
-    return marked.sub(filled, text)
+    return _measure.filled(text, r"facts: (.*?)(?: \((.*); (.*)\))?", made)
 
 
 def _newest(record: dict[str, Any]) -> dict[str, Any]:

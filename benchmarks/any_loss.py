@@ -3,7 +3,6 @@
 Run `python -m benchmarks.any_loss`. Nothing is declared of a loss. Times are CPU times of two programs in turns.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 
@@ -147,7 +146,7 @@ def measured(loss: Loss, turns: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--turns", type=int, default=9, help="how often each program is run")
     options = parser.parse_args()
     tqdm.write(_measure.header("Any loss", NOTES))

@@ -4,7 +4,6 @@ Run `python -m benchmarks.batch_norm`. The ways take turns in one process; each 
 time is printed, gradients and running statistics are compared.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -101,8 +100,9 @@ def measured(name: str, turns: int) -> tuple[str, ...]:
     ours = [functools.partial(optax_accum.value_and_grad, recompute=share) for share in (0, 0.6)]
     ways = [jax.value_and_grad(loss, has_aux=True), *(way(loss, K, has_aux=True) for way in ours)]
     programs = [jax.jit(way).lower(params, batch).compile() for way in ways]
-    whole, *found = (program(params, batch) for program in programs)
-    error = max(difference(each, whole) for each in found)
+    results = (program(params, batch) for program in programs)
+    whole, *found = ((statistics, grads) for (_, statistics), grads in results)
+    error = max(_measure.gradient_difference(each, whole) for each in found)
     if not error <= TOLERANCE:
         raise SystemExit(f"{name}: another gradient or other statistics, {error:.1e}.")
     times = np.array([[_measure.cpu_seconds(program, params, batch) for program in programs] for _ in range(turns)])
@@ -111,19 +111,8 @@ def measured(name: str, turns: int) -> tuple[str, ...]:
     return name, f"{error:.0e}", *memory, *(f"{ratio:.1f}" for ratio in ratios)
 
 
-def difference(ours: Any, whole: Any) -> float:
-    """Returns the largest difference: of gradients, over the largest entry of all; of each statistic."""
-    ((_, our_statistics), our_grads), ((_, statistics), grads) = ours, whole
-    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
-    apart = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()) / scale, our_grads, grads)
-    of_statistics = jax.tree.map(
-        lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), our_statistics, statistics
-    )
-    return max(jax.tree.leaves((apart, of_statistics)))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--turns", type=int, default=7, help="how often each program is run")
     options = parser.parse_args()
     tqdm.write(_measure.header("BatchNorm in Flax", NOTES))

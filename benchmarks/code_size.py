@@ -1,23 +1,20 @@
 """How large the library is: files, lines, tokens, docstrings of the core and of the products, and their options.
 
-Run `python -m benchmarks.code_size`; with `--commits REV ...` it counts other commits beside this tree. The products
-stand beside the core: one could do without them. `tests/test_architecture.py` holds both to a budget.
+Run `python -m benchmarks.code_size`. The products stand beside the core: one could do without them.
+`tests/test_architecture.py` holds both to a budget.
 """
 
-import argparse
 import ast
 import importlib
 import inspect
 import io
 import pathlib
 import re
-import subprocess
 import tokenize
 
 import optax_accum
 from benchmarks import _measure
 
-ROOT = pathlib.Path(__file__).parent.parent
 CODE = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING} | {
     getattr(tokenize, name) for name in ("FSTRING_START", "FSTRING_MIDDLE") if hasattr(tokenize, name)
 }
@@ -33,11 +30,9 @@ Tokens are names, numbers, operators and strings; docstrings and comments do not
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commits", nargs="*", default=[], help="other commits to count")
-    options = parser.parse_args()
-    trees = {commit: sources(commit) for commit in options.commits} | {"this tree": of_tree()}
-    columns = {f"{name}: {part}": of for name, tree in trees.items() for part, of in counted(tree).items()}
+    parser = _measure.parser(__doc__)
+    parser.parse_args()
+    columns = counted(of_tree())
     print(_measure.header("Size of the code", NOTES))
     rows = [(name, *(str(of[name]) for of in columns.values())) for name in next(iter(columns.values()))]
     print(f"{_measure.markdown([('', *columns), *rows])}\n")
@@ -45,13 +40,6 @@ def main() -> None:
     print(
         f"Options: {sum(by_function.values())} in all; {', '.join(f'{n} {name}' for name, n in by_function.items())}."
     )
-
-
-def sources(commit: str) -> dict[str, str]:
-    """Returns the library's files at a commit."""
-    git = lambda *words: subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout
-    paths = git("ls-tree", "-r", "--name-only", commit, "optax_accum").split()
-    return {path: git("show", f"{commit}:{path}") for path in paths if path.endswith(".py")}
 
 
 def of_tree() -> dict[str, str]:

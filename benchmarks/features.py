@@ -4,21 +4,16 @@ Run `python -m benchmarks.features` for the table, `--write` to put it into docs
 the number that decided; "not run" where a package is missing; "n/a" where a way leaves the matter to its user.
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
-import os
 import pathlib
 import re
 from collections.abc import Mapping
 
-if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-
 from benchmarks import _measure
-from benchmarks._features import FEATURES, Feature
-from benchmarks._others import WAYS
-from benchmarks._ways import OURS, WHOLE
+from benchmarks._contenders import OURS, WAYS, WHOLE
+from tests import programs
+from tests.pages.features import FEATURES, Feature
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compared.md"
 MARK = {"yes": "✓", "no": "✗", "n/a": "-", "not run": "?"}
@@ -27,15 +22,16 @@ COLUMNS = {"optax_accum": OURS} | {name: name for name in WAYS if name != WHOLE 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into docs/compared.md")
     options = parser.parse_args()
-    found = {feature.name: {column: cell(feature, column) for column in COLUMNS} for feature in FEATURES}
+    with programs.as_shipped():
+        found = {feature.name: {column: cell(feature, column) for column in COLUMNS} for feature in FEATURES}
     print(f"## What each library can do\n\n{_table(found)}\n\n{explained()}\n\n{versions()}")
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
         text = f"{before}{BEGIN}\n\n{marked(found)}\n\n{END}{rest.split(END, 1)[1]}"
-        _measure.write(PAGE, text.rstrip("\n"), None)
+        _measure.write(PAGE, text.rstrip("\n"))
 
 
 def marked(found: Mapping[str, Mapping[str, str]]) -> str:

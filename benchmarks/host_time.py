@@ -4,8 +4,6 @@ Run `python -m benchmarks.host_time`. The model is deep and narrow: there are ma
 paths take turns, and each turn gives a ratio to Linen's. Before a time is printed, parameters are compared.
 """
 
-import argparse
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ class _Run(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--layers", type=int, default=40, help="layers of the model, with a kernel and a bias each")
     parser.add_argument("--turns", type=int, default=25, help=f"turns of each path, of {CALLS} micro-steps")
     options = parser.parse_args()
@@ -66,8 +64,6 @@ def _table(layers: int, turns: int) -> str:
         "NNX, `jit_step(train_step)`": _train_step(_Module(layers), accum.nnx.jit_step),
         "NNX, our `Optimizer` under `nnx.jit`": _under_jit(_Module(layers)),
         "NNX, Flax's `Optimizer` around `optax.MultiSteps` under `nnx.jit`": _flax(_Module(layers)),
-        "NNX, our `Optimizer` under `nnx.jit` and `nnx.cached_partial`": _cached(_Module(layers)),
-        "NNX, our `Optimizer` under `jax.jit`, split once, never merged": _split_once(_Module(layers)),
     }
     for _ in range(2 * EVERY):
         for run in runs.values():
@@ -115,10 +111,6 @@ def _transformation() -> optax.GradientTransformation:
     return optax_accum.accumulate_gradients(optax.adam(1e-3), EVERY)
 
 
-def _params(model: _Module) -> list[jax.Array]:
-    return [variable[...] for layer in model.layers for variable in (layer.bias, layer.kernel)]
-
-
 def _linen(start: _Module) -> _Run:
     model = _LinenModule(len(start.layers))
     params = {
@@ -140,8 +132,7 @@ def _linen(start: _Module) -> _Run:
 
 def _train_step(model: _Module, compiled: Callable[..., Any] = lambda step: step) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param, metrics=("loss",))
-    step = compiled(accum.nnx.train_step(_loss, num_microbatches=1))
-    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _nnx(model, optimizer, compiled(accum.nnx.train_step(_loss, num_microbatches=1)))
 
 
 def _step(model: _Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
@@ -152,39 +143,17 @@ def _step(model: _Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
 
 def _under_jit(model: _Module) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
-    step = nnx.jit(_step, donate_argnums=(0, 1))
-    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _nnx(model, optimizer, nnx.jit(_step, donate_argnums=(0, 1)))
 
 
 def _flax(model: _Module) -> _Run:
     optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.adam(1e-3), EVERY), wrt=nnx.Param)
-    step = nnx.jit(_step)  # MultiSteps begins with arrays that are one: not to be donated
-    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _nnx(model, optimizer, nnx.jit(_step))  # MultiSteps begins with arrays that are one: not to be donated
 
 
-def _cached(model: _Module) -> _Run:
-    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
-    step = nnx.cached_partial(nnx.jit(_step, donate_argnums=(0, 1)), model, optimizer)
-    return _Run(lambda: step(BATCH), lambda: _params(model))
-
-
-def _split_once(model: _Module) -> _Run:
-    """The state goes from call to call; the module has the parameters that it began with."""
-    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
-    graph, state = nnx.split((model, optimizer))
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        both = nnx.merge(graph, state)
-        loss = _step(*both, batch)
-        return nnx.state(both), loss
-
-    def run() -> jax.Array:
-        nonlocal state
-        state, loss = step(state, BATCH)
-        return loss
-
-    return _Run(run, lambda: _params(nnx.merge(graph, state)[0]))
+def _nnx(model: _Module, optimizer: nnx.Optimizer, step: Callable[..., Any]) -> _Run:
+    params = lambda: [variable[...] for layer in model.layers for variable in (layer.bias, layer.kernel)]
+    return _Run(lambda: step(model, optimizer, BATCH), params)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Run `python -m benchmarks.loops` for the table, `--page docs/compared.md` to put it there.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import pathlib
@@ -80,7 +79,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--page", type=pathlib.Path, help="put the table there")
     page = parser.parse_args().page
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "optax"))

@@ -4,28 +4,22 @@ Run `python -m benchmarks.many_leaves`. The ways take turns in one process; each
 time is printed, parameters are compared.
 """
 
-import argparse
 import time
 
 import jax
 import numpy as np
 
 from benchmarks import _measure, _problems
-from benchmarks._ways import Across, HostLoop, MultiSteps, OursAcross, OursInTwoPrograms
+from benchmarks._contenders import Across, HostLoop, MultiSteps, OursAcross, OursInTwoPrograms
 
 BY_HAND, ONE, TWO, THEIRS = "two functions by hand", "`jax.jit`", "`jit_step`", "`optax.MultiSteps`"
-WAYS: dict[str, type[Across]] = {
-    BY_HAND: HostLoop,
-    ONE: OursAcross,
-    TWO: OursInTwoPrograms,
-    THEIRS: MultiSteps,
-}
+WAYS: dict[str, type[Across]] = {BY_HAND: HostLoop, ONE: OursAcross, TWO: OursInTwoPrograms, THEIRS: MultiSteps}
 TOLERANCE = 1e-5  # of the largest parameter of a leaf
 GOALS = {100: 1.2, 600: 0.8, 2000: 0.8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--leaves", type=int, nargs="+", default=list(GOALS), help="arrays of 8 numbers each")
     parser.add_argument("--every", type=int, default=8, help="micro-steps of a window")
     parser.add_argument("--turns", type=int, default=15, help="windows of each way")

@@ -4,13 +4,12 @@ Run `python -m benchmarks.micro_step`. The ways take turns in one process. Befor
 compared with those of the whole batch.
 """
 
-import argparse
 import time
 
 import numpy as np
 
 from benchmarks import _measure, _problems
-from benchmarks._ways import JAX_WAYS, OURS, UPDATE, WHOLE, Way
+from benchmarks._contenders import JAX_WAYS, OURS, UPDATE, WHOLE, Way
 
 MODELS = ("AdamW, 4.2 M", "Muon, 4.2 M")
 WAYS = (OURS, UPDATE, "optax.MultiSteps", "host loop, two functions")
@@ -21,7 +20,7 @@ another updates: a call more in a window."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro_step", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--turns", type=int, default=15, help="windows of each way")
     parser.add_argument("--quick", action="store_true", help="AdamW alone, 5 turns")
     if parser.parse_args().quick:
@@ -43,16 +42,11 @@ def table(problem: _problems.Problem, turns: int) -> str:
     _problems.judge(problem.name, differences)
     best = np.min([[_seconds(way, data[name]) for name, way in ways.items()] for _ in range(turns)], axis=0)
     head = ("contender", "ms / micro-step", "ms / window", "temporary memory / P", "difference")
-    rows = [
-        (
-            name,
-            _measure.digits(1e3 * seconds / problem.k),
-            _measure.digits(1e3 * seconds),
-            f"{_temporary(way, data[name]) / problem.size:.3f}",
-            f"{differences[name]:.0e}",
-        )
-        for (name, way), seconds in zip(ways.items(), best, strict=True)
-    ]
+    rows = []
+    for (name, way), seconds in zip(ways.items(), best, strict=True):
+        temporary = max(program.memory_analysis().temp_size_in_bytes for program, _ in way.programs(data[name]))
+        times = _measure.digits(1e3 * seconds / problem.k), _measure.digits(1e3 * seconds)
+        rows.append((name, *times, f"{temporary / problem.size:.3f}", f"{differences[name]:.0e}"))
     return _measure.markdown([head, *rows])
 
 
@@ -62,10 +56,6 @@ def _seconds(way: Way, data: list[_problems.Batch]) -> float:
     way.update(data)
     way.wait()
     return time.perf_counter() - start
-
-
-def _temporary(way: Way, data: list[_problems.Batch]) -> int:
-    return max(program.memory_analysis().temp_size_in_bytes for program, _ in way.programs(data))
 
 
 if __name__ == "__main__":

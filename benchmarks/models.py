@@ -3,9 +3,6 @@
 Run `python -m benchmarks.models`. Nothing is declared of a model. `tests/rows/test_models.py` has them smaller.
 """
 
-import argparse
-from typing import Any
-
 import jax
 from tqdm import tqdm
 
@@ -29,23 +26,15 @@ def measured(name: str) -> tuple[str, ...]:
     with programs.as_shipped():
         compiled = [jax.jit(way).lower(params, batch, *args).compile() for way in ways]
     whole, ours = (program(params, batch, *args) for program in compiled)
-    error = difference(ours, whole)
+    error = _measure.gradient_difference(ours, whole)
     if not error <= TOLERANCE:
         raise SystemExit(f"{name}: another gradient, {error:.1e}.")
     memory = [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB" for program in compiled]
     return name, f"{error:.0e}", *memory
 
 
-def difference(ours: Any, whole: Any) -> float:
-    """Returns the largest difference: of gradients, over the largest entry of all; of each other leaf."""
-    (our_value, our_grads), (value, grads) = ours, whole
-    scale = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(grads))
-    apart = jax.tree.map(lambda a, b: float(abs(a - b).max()) / scale, our_grads, grads)
-    return max(_measure.relative_difference(our_value, value), *jax.tree.leaves(apart))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.parse_args()
     tqdm.write(_measure.header("Public models", NOTES))
     table = [("model", "error", "memory, whole batch", f"memory, k = {K}")]

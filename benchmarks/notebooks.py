@@ -5,7 +5,6 @@ docs/accelerators.md says. It runs each notebook whose train step can be had by 
 v5e, and writes benchmarks/notebooks.json. `--page notebooks/README.md` writes the table of that page and runs nothing.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -49,7 +48,7 @@ STEPS: dict[str, Callable[[Names], tuple[Any, Any, Names]]] = {
 
 def main() -> None:
     """Adds what the compilers say to the record, or writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--page", type=_measure.writable, help="a Markdown file whose table is to be that of the JSON")
     options = parser.parse_args()
     record = json.loads(FACTS.read_text()) if FACTS.exists() else {}
@@ -90,24 +89,20 @@ def names_of(name: str) -> Names:
 
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with the table after its mark."""
-    marked = re.compile(r"(<!-- compiled -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
-    return marked.sub(lambda found: f"{found[1]}\n{table(record)}\n", text)
+    return _measure.filled(text, "compiled", lambda _: table(record))
 
 
 def table(record: dict[str, Any]) -> str:
     """Returns a row for each notebook whose step was compiled."""
     what = "s", "MB", "MB moved"  # a phone has room for no more
     head = ["notebook", *(f"{on}: {one}" for on in TARGETS.values() for one in what)]
+    megabytes = lambda size: _measure.digits(size / 1e6)
+    cells = lambda facts: [f"{facts['seconds']:.1f}", megabytes(facts["temporary"]), megabytes(facts["bytes"])]
     rows = [
-        [name.replace("_", " "), *(cell for on in TARGETS for cell in _cells(facts[on]))]
+        [name.replace("_", " "), *(cell for on in TARGETS for cell in cells(facts[on]))]
         for name, facts in record.items()
     ]
     return _measure.markdown([head, *rows])
-
-
-def _cells(facts: dict[str, Any]) -> list[str]:
-    megabytes = [_measure.digits(facts[what] / 1e6) for what in ("temporary", "bytes")]
-    return [f"{facts['seconds']:.1f}", *megabytes]
 
 
 if __name__ == "__main__":

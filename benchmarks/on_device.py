@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_device", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="small arrays, on any machine: it says nothing of times")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -187,25 +187,12 @@ def _way(
     return Way(donated, (params, state), (rows,), held)
 
 
-def _apply(small: bool) -> Way:
-    tx = optax_accum.accumulate_gradients(optax.adamw(1e-3), EVERY)
-    return _way([lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p)], tx, _matrices(small), lambda p: p)
+def _across(tx: Any, *steps: Callable[..., Any]) -> Callable[[bool], Way]:
+    return lambda small: _way(list(steps), tx, _matrices(small), lambda p: p)
 
 
-def _static(small: bool) -> Way:
-    tx = optax_accum.accumulate_gradients(optax.adamw(1e-3), None)
-    step = lambda flush: lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p, flush=flush)
-    return _way([step(False), step(True)], tx, _matrices(small), lambda p: p)
-
-
-def _update(small: bool) -> Way:
-    tx = optax_accum.accumulate_gradients(optax.adamw(1e-3), EVERY)
-    return _way([alone(tx)], tx, _matrices(small), lambda p: p)
-
-
-def _multi_steps(small: bool) -> Way:
-    tx: Any = optax.MultiSteps(optax.adamw(1e-3), EVERY)
-    return _way([alone(tx)], tx, _matrices(small), lambda p: p)
+def _apply(tx: Any, **options: Any) -> Callable[..., Any]:
+    return lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p, **options)
 
 
 # Within a call, and a micro-batch in each: a decoder.
@@ -232,22 +219,19 @@ def _microbatch(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fused(small: bool) -> Way:
     loss, params, tokens = _decoded(small)
-    tx = optax_accum.accumulate_gradients(optax.adamw(1e-3), EVERY)
-    step = optax_accum.value_and_apply_gradients(loss, tx)
-    return _way([lambda *args: step(*args)[1:]], tx, params, lambda p: tokens(EVERY)(p)[:1])
+    step = optax_accum.value_and_apply_gradients(loss, COUNTED)
+    return _way([lambda *args: step(*args)[1:]], COUNTED, params, lambda p: tokens(EVERY)(p)[:1])
 
 
-def _ours(loss: Callable[..., Any]) -> Callable[..., Any]:
-    return optax_accum.value_and_grad(loss, num_microbatches=EVERY)
-
-
+COUNTED, TOLD = (optax_accum.accumulate_gradients(optax.adamw(1e-3), every) for every in (EVERY, None))
+MULTI_STEPS: Any = optax.MultiSteps(optax.adamw(1e-3), EVERY)
 WAYS: dict[str, Callable[[bool], Way]] = {
-    "across calls: apply_gradients": _apply,
-    "across calls: apply_gradients, static flush": _static,
-    "across calls: update": _update,
-    "across calls: optax.MultiSteps": _multi_steps,
+    "across calls: apply_gradients": _across(COUNTED, _apply(COUNTED)),
+    "across calls: apply_gradients, static flush": _across(TOLD, _apply(TOLD, flush=False), _apply(TOLD, flush=True)),
+    "across calls: update": _across(COUNTED, alone(COUNTED)),
+    "across calls: optax.MultiSteps": _across(MULTI_STEPS, alone(MULTI_STEPS)),
     "within a call: the whole batch": lambda small: _within(small, jax.value_and_grad),
-    "within a call: value_and_grad": lambda small: _within(small, _ours),
+    "within a call: value_and_grad": lambda small: _within(small, lambda loss: optax_accum.value_and_grad(loss, EVERY)),
     "within a call: optax.microbatch": lambda small: _within(small, _microbatch),
     "a decoder's micro-step: value_and_apply_gradients": _fused,
 }

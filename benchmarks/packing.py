@@ -4,7 +4,6 @@ Run `python -m benchmarks.packing`, with `--quick` for the packings alone. The t
 come with Python, in paragraphs.
 """
 
-import argparse
 import pydoc_data.topics
 import re
 import time
@@ -17,7 +16,7 @@ import optax
 
 import optax_accum
 from benchmarks import _measure, _problems
-from benchmarks._measure import Target, Tree
+from benchmarks._measure import Tree
 from optax_accum.batching import TokenPacking, token_microbatches
 
 CONTEXT, VOCABULARY, WIDTH, LAYERS = 512, 1024, 64, 2  # tokens of a row at most; the decoder
@@ -29,14 +28,6 @@ fewest micro-batches. These are those of a bucket for each length, on as many de
 micro-batch is a rectangle of devices, rows and the longest of these rows: the one with the longest of all holds
 devices * floor(budget / longest) rows at most, and leaves the least to the others if it holds that many, the longest;
 and so on. (A test compares with all partitions.) Seconds are those of the fastest of three calls."""
-
-TIMES = """\
-The update of {rows} of these paragraphs ({tokens} tokens), at most {budget} tokens in a micro-batch, by a decoder of
-{millions:.1f} million parameters, through `value_and_apply_gradients`. By rows: {few} of them in the order in which
-they come, padded to {context} tokens, or to the bucket of their longest. The {buckets} buckets were chosen for all
-paragraphs. Time is that of the fastest of {rounds} updates, compilation left out; memory is the compiler's temporary
-memory of the largest program. Difference: the updates and those of
-the first way, in units of the largest change in a leaf."""
 
 
 class Packed(NamedTuple):
@@ -50,18 +41,13 @@ class Packed(NamedTuple):
     fewest: int
     seconds: float
 
-    @property
-    def case(self) -> "Packed":
-        """What the targets choose by."""
-        return self
-
     def __str__(self) -> str:
         return f"{self.data}, {self.budget} tokens, devices: {self.devices}"
 
 
 def main() -> None:
     """Prints the tables, and whether the targets are met."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="packings alone: nothing is compiled")
     parser.add_argument("--rounds", type=int, default=5, help="updates of each contender")
     options = parser.parse_args()
@@ -70,7 +56,7 @@ def main() -> None:
     found = [*_packed("paragraphs", [len(row) for row in rows], (1024, 2048), (1, 2))]
     found += _packed("log-normal", log_normal(100_000), (4096, 8192, 16384), (1, 8))
     print(_rendered(found))
-    print(_measure.targets_text([_measure.judged(target, found) for target in _targets()]))
+    print(_measure.targets_text(_verdicts(found)))
     if not options.quick:
         print(_measured(rows, options.rounds))
 
@@ -107,31 +93,23 @@ def _packed(data: str, lengths: Any, budgets: tuple[int, ...], devices: tuple[in
 
 def _rendered(found: list[Packed]) -> str:
     head = ("lengths", "budget", "devices", "buckets", "shapes", "micro-batches", "fewest", "filled", "most", "seconds")
-    rows = [
-        (
-            f"{each.data}, {len(each.packing.lengths)} rows",
-            str(each.budget),
-            str(each.devices),
-            each.buckets,
-            str(len(set(each.packing.padded_lengths))),
-            str(each.packing.num_microbatches),
-            str(each.fewest),
-            f"{each.packing.filled:.1%}",
-            f"{each.packing.filled * each.packing.num_microbatches / each.fewest:.1%}",
-            f"{each.seconds:.2f}",
-        )
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        case = f"{each.data}, {len(each.packing.lengths)} rows", str(each.budget), str(each.devices), each.buckets
+        count, filled = each.packing.num_microbatches, each.packing.filled
+        counts = map(str, (len(set(each.packing.padded_lengths)), count, each.fewest))
+        rows.append((*case, *counts, f"{filled:.1%}", f"{filled * count / each.fewest:.1%}", f"{each.seconds:.2f}"))
     return f"{_measure.markdown([head, *rows])}\n"
 
 
-def _targets() -> list[Target]:
+def _verdicts(found: list[Packed]) -> list[dict[str, Any]]:
     """The numbers to reach, with default buckets."""
-    default = lambda case: case.buckets == "default"
+    default = [each for each in found if each.buckets == "default"]
+    beyond = lambda each: each.packing.num_microbatches / each.fewest
     return [
-        Target("budget filled", default, lambda each: each.packing.filled, 0.9, at_least=True),
-        Target("micro-batches / fewest", default, lambda each: each.packing.num_microbatches / each.fewest, 1.05),
-        Target("seconds", default, lambda each: each.seconds, 1.0),
+        _measure.worst("budget filled", default, lambda each: each.packing.filled, 0.9, at_least=True),
+        _measure.worst("micro-batches / fewest", default, beyond, 1.05),
+        _measure.worst("seconds", default, lambda each: each.seconds, 1.0),
     ]
 
 
@@ -165,16 +143,14 @@ def _measured(rows: list[Any], rounds: int) -> str:
         )
         for name, way in ways.items()
     ]
-    notes = TIMES.format(
-        rows=ROWS,
-        tokens=sum(map(len, batch)),
-        budget=BUDGET,
-        few=BUDGET // CONTEXT,
-        context=CONTEXT,
-        millions=sum(leaf.size for leaf in jax.tree.leaves(start)) / 1e6,
-        buckets=len(every.buckets),
-        rounds=rounds,
-    )
+    millions = sum(leaf.size for leaf in jax.tree.leaves(start)) / 1e6
+    notes = f"""\
+The update of {ROWS} of these paragraphs ({sum(map(len, batch))} tokens), at most {BUDGET} tokens in a micro-batch, by
+a decoder of {millions:.1f} million parameters, through `value_and_apply_gradients`. By rows: {BUDGET // CONTEXT} of
+them in the order in which they come, padded to {CONTEXT} tokens, or to the bucket of their longest. The
+{len(every.buckets)} buckets were chosen for all paragraphs. Time is that of the fastest of {rounds} updates,
+compilation left out; memory is the compiler's temporary memory of the largest program. Difference: the updates and
+those of the first way, in units of the largest change in a leaf."""
     return f"\n### An update, by rows and by tokens\n\n{notes}\n\n{_measure.markdown([head, *table])}"
 
 

@@ -4,7 +4,6 @@ Run `python -m benchmarks.peers --quick`, or without `--quick` for all tables. B
 parameters of all ways after the same batches are compared with those of the whole batch.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -15,11 +14,10 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from benchmarks import _measure, _problems
+from benchmarks._contenders import OURS, WAYS
 from benchmarks._measure import digits
-from benchmarks._others import WAYS
 from benchmarks._problems import difference, judge
 from benchmarks._process import Process
-from benchmarks._ways import OURS
 
 MODELS = ("CNN on digits", "decoder of stacked layers", "MLP with Muon", "model of 2000 leaves")
 
@@ -70,7 +68,7 @@ class Table(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=30, help="of timing for a table; two rounds are always made")
     parser.add_argument("--quick", action="store_true", help="the CNN alone, 5 seconds")
@@ -146,19 +144,10 @@ def _rendered(table: Table) -> str:
             lines.append((f"{name}: {table.absent[name]}", *[""] * (len(head) - 1)))
             continue
         row = table.rows[name]
-        lines.append(
-            (
-                name,
-                f"{row.seconds / ours.seconds:.2f}",
-                f"{row.peak / ours.peak:.2f}",
-                f"{row.program / table.copy:.1f}" if row.program else "",
-                digits(1e3 * row.host),
-                digits(1e3 * row.seconds),
-                f"{row.compile:.1f}",
-                f"{row.peak / 1e6:.0f}",
-                f"{row.difference:.0e}",
-            )
-        )
+        ratios = f"{row.seconds / ours.seconds:.2f}", f"{row.peak / ours.peak:.2f}"
+        program = f"{row.program / table.copy:.1f}" if row.program else ""
+        rest = f"{row.compile:.1f}", f"{row.peak / 1e6:.0f}", f"{row.difference:.0e}"
+        lines.append((name, *ratios, program, digits(1e3 * row.host), digits(1e3 * row.seconds), *rest))
     return f"### {table.case}\n\n{_measure.markdown(lines)}\n"
 
 

@@ -1,25 +1,28 @@
 """How right the plan's search is: its answers against brute force over the divisors, and what they take to find.
 
-Run `python -m benchmarks.plan_search` for thirty small models of many kinds on the device here, `--models mlp decoder`
-for some of them. All divisors are compiled; then each budget that lies between two of their peaks is searched.
+Run `python -m benchmarks.plan_search` for the public models of `benchmarks.models`, `--models GPT-2 T5` for some. All
+divisors are compiled; then each budget that lies between two of their peaks is searched.
 """
 
-import argparse
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import optax
 from tqdm import tqdm
 
 from benchmarks import _measure
-from benchmarks._small_models import MODELS, Small
 from optax_accum import plan
 from optax_accum.plan import _search as search
+from tests import programs
+from tests.public_models import MODELS, made
 
-NOTES = """\
-Each divisor of the rows is compiled. A budget lies between two peaks, above all or below all. Right is the fewest
-micro-batches that fit, or that none does. Planned is one of the budgets of each model, in the middle, by
-`plan.fit` itself."""
+ROWS, WIDTH = 256, 64
+NOTES = f"""\
+{ROWS} rows, width {WIDTH}, Adam. Each divisor of the rows is compiled. A budget lies between two peaks, above all or
+below all. Right is the fewest micro-batches that fit, or that none does. Planned is one of the budgets of each model,
+in the middle, by `plan.fit` itself."""
+HEAD = ("model", "divisors", "monotone", "budgets", "wrong", "times the best", "compilations", "most", "planned")
 
 
 class Found(NamedTuple):
@@ -33,11 +36,6 @@ class Found(NamedTuple):
     planned: bool  # the plan of the middle budget is right
 
     @property
-    def case(self) -> str:
-        """What the targets name."""
-        return self.name
-
-    @property
     def wrong(self) -> int:
         """The budgets whose answer is not the best."""
         return sum(right != found for right, found in self.answers)
@@ -45,17 +43,26 @@ class Found(NamedTuple):
     @property
     def times(self) -> float:
         """How many times the best number of micro-batches was answered, at most; infinity where none was."""
-        return max(found / right if found else float("inf") for right, found in self.answers if right)
+        return max(found / right if found else math.inf for right, found in self.answers if right)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        monotone, planned = "yes" if self.monotone else "no", "right" if self.planned else "WRONG"
+        mean = f"{sum(self.asked) / len(self.asked):.1f}"
+        counts = str(len(self.asked)), str(self.wrong), f"{self.times:.2g}", mean, str(max(self.asked))
+        return self.name, str(self.divisors), monotone, *counts, planned
 
 
 def main() -> None:
     """Prints the table, and whether the targets are met."""
-    parser = argparse.ArgumentParser(prog="benchmarks.plan_search", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="which of the thirty")
+    parser = _measure.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="which of them")
     options = parser.parse_args()
     print(_measure.header("The plan's search against brute force", NOTES))
-    found = [found_of(name, MODELS[name]) for name in tqdm(options.models, leave=False, disable=None)]
-    print(f"{_rendered(found)}\n")
+    with programs.as_shipped():
+        found = [found_of(name) for name in tqdm(options.models, leave=False, disable=None)]
+    print(f"{_measure.markdown([HEAD, *(each.cells for each in found)])}\n")
     print(_measure.targets_text(verdicts(found)))
 
 
@@ -72,14 +79,16 @@ def verdicts(found: list[Found]) -> list[dict[str, Any]]:
     ]
 
 
-def found_of(name: str, model: Small) -> Found:
+def found_of(name: str, rows: int = ROWS, width: int = WIDTH) -> Found:
     """Compiles all divisors of a model, and searches each budget."""
-    step_of_k, args = plan.of_loss(model.loss, optax.adam(1e-3)), (model.params, model.batch)
-    ask = lambda **options: plan.fit(step_of_k, *args, run=False, safety=1, progress=False, **options)
-    every = search.candidates(model.rows)
-    rows = {c: ask(candidates=[c.number], budget="1TB").rows[0] for c in every}
-    peaks = {c: row["peak"] for c, row in rows.items()}
-    least = rows[every[0]]["arguments"] + rows[every[0]]["unaliased"]
+    loss, params, batch, args, has_aux = made(name, rows, width)
+    value = lambda *given: loss(*given, *args)[0] if has_aux else loss(*given, *args)
+    step_of_k = plan.of_loss(value, optax.adam(1e-3))
+    ask = lambda **options: plan.fit(step_of_k, params, batch, run=False, safety=1, progress=False, **options)
+    every = search.candidates(rows)
+    of = {c: ask(candidates=[c.number], budget="1TB").rows[0] for c in every}
+    peaks = {c: row["peak"] for c, row in of.items()}
+    least = of[every[0]]["arguments"] + of[every[0]]["unaliased"]
     sizes = sorted({*peaks.values()})
     budgets = [sizes[0] - 1, *((a + b) / 2 for a, b in itertools.pairwise(sizes)), sizes[-1] + 1]
     number = lambda c: c.number if c else None
@@ -91,25 +100,6 @@ def found_of(name: str, model: Small) -> Found:
     middle = len(budgets) // 2
     planned = ask(budget=int(budgets[middle])).num_microbatches == answers[middle][0]
     return Found(name, len(every), search.grows(peaks), answers, asked, planned)
-
-
-def _rendered(found: list[Found]) -> str:
-    head = ("model", "divisors", "monotone", "budgets", "wrong", "times the best", "compilations", "most", "planned")
-    rows = [
-        (
-            each.name,
-            str(each.divisors),
-            "yes" if each.monotone else "no",
-            str(len(each.asked)),
-            str(each.wrong),
-            f"{each.times:.2g}",
-            f"{sum(each.asked) / len(each.asked):.1f}",
-            str(max(each.asked)),
-            "right" if each.planned else "WRONG",
-        )
-        for each in found
-    ]
-    return _measure.markdown([head, *rows])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import _measure
+from benchmarks import _decoder, _measure
 from benchmarks._measure import Tree
 from optax_accum import plan
 from optax_accum.accelerators import Target, target
@@ -48,7 +48,6 @@ class Model(NamedTuple):
     batch: Callable[[int], Any]
     rows: int
     budget: str
-    options: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Measured(NamedTuple):
@@ -62,11 +61,6 @@ class Measured(NamedTuple):
     measured: float
     overhead: float
     took: str
-
-    @property
-    def case(self) -> "Measured":
-        """What the targets choose by."""
-        return self
 
     @property
     def error(self) -> float:
@@ -84,7 +78,7 @@ class Measured(NamedTuple):
 
 def main() -> None:
     """Prints the tables, and whether the targets are met."""
-    parser = argparse.ArgumentParser(prog="benchmarks.planning", description=__doc__)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="which of the five")
     parser.add_argument("--target", help='an accelerator, such as "h100"; then a large decoder is planned for it')
     parser.add_argument("--devices", type=int, default=8, help="how many of them")
@@ -101,20 +95,20 @@ def main() -> None:
         print(_measure.header(f"Foretold and measured, on platform {platform}", notes))
         found = [row for name in options.models for row in rows_of(name)]
         print(f"{_rendered(found)}\n")
-        print(_measure.targets_text([_measure.judged(number, found) for number in targets()]))
+        print(_measure.targets_text(verdicts(found)))
 
 
 ALLOCATORS = {"MALLOC_MMAP_THRESHOLD_": "65536", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def targets() -> list[_measure.Target]:
+def verdicts(found: list[Measured]) -> list[dict[str, Any]]:
     """The numbers to reach: a plan is right, and keeps its budget; the next fewer micro-batches do not."""
-    plans, fewer = (lambda case: case.chosen), (lambda case: not case.chosen)
+    plans, fewer = ([each for each in found if each.chosen is chosen] for chosen in (True, False))
     share = lambda each: 100 * each.measured / each.budget
     return [
-        _measure.Target("error of a plan, % up or down", plans, lambda each: 100 * abs(each.error), 5),
-        _measure.Target("held by a plan, % of its budget", plans, share, 100),
-        _measure.Target("held by the next fewer, % of it", fewer, share, 100, at_least=True),
+        _measure.worst("error of a plan, % up or down", plans, lambda each: 100 * abs(each.error), 5),
+        _measure.worst("held by a plan, % of its budget", plans, share, 100),
+        _measure.worst("held by the next fewer, % of it", fewer, share, 100, at_least=True),
     ]
 
 
@@ -140,20 +134,10 @@ def _of_process(name: str, k: int) -> dict[str, float]:
 def _rendered(found: list[Measured]) -> str:
     head = ("model", "budget", "k", "foretold", "measured", "error", "overhead", "in the budget", "plan took")
     size = lambda size: f"{size / 1e6:.0f} MB"
-    rows = [
-        (
-            each.model,
-            size(each.budget),
-            str(each.k),
-            size(each.foretold),
-            size(each.measured),
-            f"{each.error:+.1%}",
-            size(each.overhead),
-            "yes" if each.held else "no",
-            each.took,
-        )
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        sizes = size(each.foretold), size(each.measured), f"{each.error:+.1%}", size(each.overhead)
+        rows.append((each.model, size(each.budget), str(each.k), *sizes, "yes" if each.held else "no", each.took))
     return _measure.markdown([head, *rows])
 
 
@@ -201,7 +185,7 @@ def _most_in_use(device: Any) -> int:
 
 def steps(model: Model) -> Any:
     """Returns the model's step, by its number of micro-batches."""
-    return plan.of_loss(model.loss, optax.adam(1e-3), **model.options)
+    return plan.of_loss(model.loss, optax.adam(1e-3))
 
 
 def arguments(model: Model) -> tuple[Tree, Tree]:
@@ -234,7 +218,19 @@ def decoder() -> Model:
     """Layers in a scan, each checkpointed, and a head as wide as the vocabulary."""
     layers = {"qkv": _shape(6, 512, 3, 8, 64), "out": _shape(6, 512, 512), "up": _shape(6, 512, 2048)}
     params = {"embed": _shape(8192, 512), "layers": {**layers, "down": _shape(6, 2048, 512)}}
-    return Model(decoder_loss(), params, lambda rows: _shape(rows, 256, dtype=jnp.int32), 32, "700MB")
+    normed = lambda h: h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+
+    def block(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        q, k, v = jnp.moveaxis(jnp.einsum("blw,wnhd->blnhd", normed(h), layer["qkv"]), 2, 0)
+        h = h + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(h.shape) @ layer["out"]
+        return h + jax.nn.gelu(normed(h) @ layer["up"]) @ layer["down"], None
+
+    def loss(params: Tree, tokens: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(jax.checkpoint(block), params["embed"][tokens], params["layers"])
+        logits = normed(h) @ params["embed"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+    return Model(loss, params, lambda rows: _shape(rows, 256, dtype=jnp.int32), 32, "700MB")
 
 
 def unet() -> Model:
@@ -286,42 +282,16 @@ def recommender() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {f.__name__: f for f in (mlp, decoder, unet, gru, recommender)}
 
 
-def decoder_loss(dtype: Any = jnp.float32) -> Callable[[Tree, jax.Array], jax.Array]:
-    """Returns the loss of a decoder, computed in `dtype`."""
-    normed = lambda h: h * jax.lax.rsqrt(jnp.mean(h.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6).astype(dtype)
-
-    def block(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
-        layer = jax.tree.map(lambda leaf: leaf.astype(dtype), layer)
-        q, k, v = jnp.moveaxis(jnp.einsum("blw,wnhd->blnhd", normed(h), layer["qkv"]), 2, 0)
-        h = h + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(h.shape) @ layer["out"]
-        return h + jax.nn.gelu(normed(h) @ layer["up"]) @ layer["down"], None
-
-    def loss(params: Tree, tokens: jax.Array) -> jax.Array:
-        embed = params["embed"].astype(dtype)
-        h, _ = jax.lax.scan(jax.checkpoint(block), embed[tokens], params["layers"])
-        logits = (normed(h) @ embed.T).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
-
-    return loss
-
-
 def large(on: Target, rows: int = 512, length: int = 2048) -> str:
     """Returns the plan of a decoder of a billion parameters, sharded over the devices, and the seconds it took."""
-    mesh, layers, width = on.mesh(), 24, 2048
-    shape = lambda spec, *dims, dtype=jnp.float32: on.shapes(_shape(*dims, dtype=dtype), spec, mesh)
-    params = {
-        "embed": shape(P("data"), 32_768, width),
-        "layers": {
-            "qkv": shape(P(None, "data"), layers, width, 3, 16, width // 16),
-            "out": shape(P(None, "data"), layers, width, width),
-            "up": shape(P(None, "data"), layers, width, 4 * width),
-            "down": shape(P(None, None, "data"), layers, 4 * width, width),
-        },
-    }
-    tokens = shape(P("data"), rows, length, dtype=jnp.int32)
+    loss, params = _decoder.decoder(
+        lambda w: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), w), _decoder.Sizes(2048, 16, 24, 32_768)
+    )
+    mesh, specs = on.mesh(), jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 2), "data"), params)
+    params = jax.tree.map(lambda leaf, spec: on.shapes(leaf, spec, mesh), params, specs)
+    tokens = on.shapes(_shape(rows, length, dtype=jnp.int32), P("data"), mesh)
     start = time.perf_counter()
-    step_of_k = plan.of_loss(decoder_loss(jnp.bfloat16), optax.adamw(1e-3))
-    found = plan.fit(step_of_k, params, tokens, run=False, target=on)
+    found = plan.fit(plan.of_loss(loss, optax.adamw(1e-3)), params, tokens, run=False, target=on)
     seconds = time.perf_counter() - start
     billions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e9
     title = f"{billions:.2f}e9 parameters, FSDP, {rows} rows of {length} tokens: {seconds:.0f} s to plan on this CPU"

@@ -5,13 +5,11 @@ has NVIDIA's compiler adds what that says. `--page docs/support.md`, or `benchma
 page and runs nothing.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import json
 import pathlib
 import platform
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +23,8 @@ from tqdm import tqdm
 
 import optax_accum
 from benchmarks import _decoder, _measure, _one_device
-from benchmarks._quirks import QUIRKS
 from optax_accum import accelerators
+from tests.quirks import QUIRKS
 
 FACTS = pathlib.Path(__file__).with_suffix(".json")
 RIGHT = 2e-6  # of the largest parameter: rounding
@@ -36,7 +34,7 @@ USED = ("gathers", "slices", "ties", "recomputes")
 
 def main() -> None:
     """Adds a version to the table, or writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _measure.parser(__doc__)
     parser.add_argument("--page", type=_measure.writable, help="a Markdown file whose table is to be that of the JSON")
     options = parser.parse_args()
     record = json.loads(FACTS.read_text()) if FACTS.exists() else {}
@@ -53,12 +51,11 @@ def main() -> None:
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with its tables after their marks."""
     tables = {"support": table(record), "quirks": of_quirks()}
-    marked = re.compile(rf"(<!-- ({'|'.join(tables)}) -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
-    return marked.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", text)
+    return _measure.filled(text, f"({'|'.join(tables)})", lambda mark: tables[mark[2]])
 
 
 def of_quirks() -> str:
-    """Returns the table of `benchmarks._quirks`."""
+    """Returns the table of `tests.quirks`."""
     number = lambda version: ".".join(map(str, version)).removesuffix(".0")
     until = lambda quirk: f"before {number(quirk.until)}" if quirk.until else "all"
     rows = [[until(quirk), quirk.happens, quirk.instead, quirk.evidence] for quirk in QUIRKS]

@@ -6,23 +6,35 @@ that leaves the update unchanged is none, and another optimizer is drawn. The ex
 to differ.
 """
 
-import argparse
 import collections
 import sys
 
 from tqdm import tqdm
 
 from benchmarks import _measure
-from tests.verify.planted_numpy import CLIPS, PLANTS, judged, verdict
+from tests.verify.planted_numpy import PLANTS, judged, verdict
 
 NOTES = """\
 Right: the first cause is the one planted. Misnamed: it is another fault. Unnamed: the difference is found and not
 explained. Refused: a random step of which nothing is linear in the gradient. Harmless: behind none of these optimizers
 does the fault change an update, as a factor before a clip that always acts."""
-
-
-HEADS = {"drawn": "No clip, one by norm, or one by value", "norm": "Behind a clip by norm that acts"}
+TABLES = {"No clip, one by norm, or one by value": "", "Behind a clip by norm that acts": "norm"}
+KINDS = [*PLANTS, "sound", "sound", "sound"]
+HIDDEN = 5  # units of the hidden layer
 OUTCOMES = ("right", "unnamed", "misnamed", "missed", "refused", "harmless")
+
+
+def main() -> None:
+    parser = _measure.parser(__doc__)
+    parser.add_argument("--loops", type=int, default=400, help="of each table")
+    loops = parser.parse_args().loops
+    alarms = 0
+    tqdm.write(_measure.header("What verify_step says of loops in NumPy", NOTES).rstrip())
+    for title, clip in TABLES.items():
+        counts = counted(loops, clip)
+        tqdm.write(f"\n### {title}\n\n{table(counts)}")
+        alarms += counts["sound"]["misnamed"] + counts["sound"]["unnamed"]
+    sys.exit(1 if alarms else 0)
 
 
 def table(counts: dict[str, collections.Counter[str]]) -> str:
@@ -33,37 +45,12 @@ def table(counts: dict[str, collections.Counter[str]]) -> str:
     return _measure.markdown([("planted", *OUTCOMES), *rows])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.verify_numpy", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--loops", type=int, default=400)
-    parser.add_argument("--what", choices=(*PLANTS, "sound"), nargs="+", default=[*PLANTS, "sound", "sound", "sound"])
-    parser.add_argument("--clip", choices=("drawn", *CLIPS), nargs="+", default=["drawn", "norm"])
-    parser.add_argument("--hidden", type=int, default=5, help="units of the hidden layer")
-    parser.add_argument("--output", type=_measure.writable)
-    asked = parser.parse_args()
-    counts = {
-        clip: counted(asked.loops, asked.what, "" if clip == "drawn" else clip, asked.hidden) for clip in asked.clip
-    }
-    tables = [f"### {HEADS.get(clip, clip)}\n\n{table(of)}" for clip, of in counts.items()]
-    tqdm.write(
-        text := "\n\n".join([_measure.header("What verify_step says of loops in NumPy", NOTES).rstrip(), *tables])
-    )
-    if asked.output:
-        _measure.write(
-            asked.output, text, {clip: {what: dict(n) for what, n in of.items()} for clip, of in counts.items()}
-        )
-    alarms = sum(of["sound"]["misnamed"] + of["sound"]["unnamed"] for of in counts.values() if "sound" in of)
-    sys.exit(1 if alarms else 0)
-
-
-def counted(loops: int, kinds: list[str], clip: str, hidden: int) -> dict[str, collections.Counter[str]]:
+def counted(loops: int, clip: str) -> dict[str, collections.Counter[str]]:
     """Returns the outcomes of each kind of loop, and prints what is not right."""
-    counts: dict[str, collections.Counter[str]] = {what: collections.Counter() for what in kinds}
+    counts: dict[str, collections.Counter[str]] = {what: collections.Counter() for what in KINDS}
     for number in tqdm(range(loops), unit="loop", leave=False, disable=None):
-        what = kinds[number % len(kinds)]
-        one, outcome = judged(number, None if what == "sound" else what, clip, hidden)
+        what = KINDS[number % len(KINDS)]
+        one, outcome = judged(number, None if what == "sound" else what, clip, HIDDEN)
         counts[what][outcome] += 1
         if outcome not in ("right", "refused", "harmless"):
             tqdm.write(f"{number} ({one.name}): {outcome}: {verdict(one)}", file=sys.stderr)

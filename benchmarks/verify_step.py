@@ -5,7 +5,6 @@ parameters, with `--rare` optimizers and losses are rarer ones. The exit status 
 miss.
 """
 
-import argparse
 import collections
 import functools
 import sys
@@ -24,7 +23,7 @@ cause is the one that was planted."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify_step", description=__doc__.splitlines()[0])
+    parser = _measure.parser(__doc__)
     parser.add_argument("--steps", type=int, default=50, help="sound steps")
     parser.add_argument("--faults", type=int, default=20, help="planted faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

@@ -16,8 +16,8 @@ import pytest
 
 import optax_accum
 from benchmarks import code_size
-from benchmarks._quirks import QUIRKS
 from tests.engine import versions
+from tests.quirks import QUIRKS
 
 pytestmark = pytest.mark.quick
 

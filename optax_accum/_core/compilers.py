@@ -1,6 +1,6 @@
 """What compilers and versions of JAX do differently: each difference once, with the workaround.
 
-`benchmarks/_quirks.py` says why each stands here, and what `accelerators._absent` does for absent accelerators.
+`tests/quirks.py` says why each stands here, and what `accelerators._absent` does for absent accelerators.
 """
 
 import math

@@ -22,18 +22,15 @@ from benchmarks import (
     _pages,
     _problems,
     _results,
-    _small_models,
     accelerators,
     code_size,
-    compile_time,
     on_device,
     packing,
     peers,
     plan_search,
     planning,
 )
-from benchmarks._others import TORCH, Torch
-from benchmarks._ways import JAX_WAYS, OURS, WHOLE
+from benchmarks._contenders import TORCH, WHOLE, Torch
 from optax_accum.accelerators import _targets as targets
 from tests import ROOT
 
@@ -309,15 +306,6 @@ def test_a_table_that_is_not_that_of_the_results_is_written_anew():
     assert _pages.written("docs/tokens.md", text.replace("6510 / 6470", "6511 / 6470"), RESULTS) == text
 
 
-@pytest.mark.sweep
-def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
-    problem = _problems.make("MLP", size=16)
-    assert compile_time.measured(problem, 1).shape == (1, len(compile_time.WAYS))
-    monkeypatch.setattr(JAX_WAYS[OURS], "gradient", lambda way, params, *_: params)
-    with pytest.raises(SystemExit, match="MLP: one of .* makes another update"):
-        compile_time.measured(problem, 1)
-
-
 def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
         [_measure.verdict("statistics, beyond that", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
@@ -357,7 +345,7 @@ def test_what_cannot_be_is_said_before_anything_runs(options, said, monkeypatch,
 
 def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"R\.md cannot be written: No such file or directory\."):
-        _measure.write(tmp_path / "gone" / "R.md", "text", None)
+        _measure.write(tmp_path / "gone" / "R.md", "text")
 
 
 @pytest.mark.sweep
@@ -380,7 +368,7 @@ def test_packings_are_held_to_the_fewest_on_as_many_devices():
     found = packing._packed("long", [9, 8, 8], (16,), (1, 2))
     assert [each.buckets for each in found] == 2 * ["default", "24", "16", "8"]
     assert [(each.devices, each.fewest) for each in found[::4]] == [(1, 2), (2, 2)]
-    filled, fewest, _ = (_measure.judged(target, found) for target in packing._targets())
+    filled, fewest, _ = packing._verdicts(found)
     assert (filled["measured"], filled["verdict"], fewest["measured"]) == (0.39, "MISSED", 1.0)
 
 
@@ -393,7 +381,7 @@ def test_what_an_accelerator_holds_is_what_it_says():
 def test_plans_are_held_to_their_targets():
     row = planning.Measured("mlp", 4, True, 100, 98.0, 99.0, 7, "")
     fewer = row._replace(k=3, chosen=False, foretold=120.0, measured=130.0)
-    verdicts = lambda *found: [_measure.judged(target, found)["verdict"] for target in planning.targets()]
+    verdicts = lambda *found: [row["verdict"] for row in planning.verdicts(found)]
     assert verdicts(row, fewer) == ["met"] * 3
     assert verdicts(row._replace(foretold=93.0), fewer._replace(measured=99.9)) == ["MISSED", "met", "MISSED"]
     assert verdicts(row._replace(measured=100.1), fewer) == ["met", "MISSED", "met"]
@@ -403,14 +391,13 @@ def test_plans_are_held_to_their_targets():
 
 @pytest.mark.sweep
 def test_the_search_of_a_plan_is_held_to_brute_force():
-    found = plan_search.found_of("linear", _small_models.MODELS["linear"]._replace(rows=8))
+    found = plan_search.found_of("PINN", rows=8, width=16)
     assert (found.divisors, found.wrong, found.planned) == (4, 0, True)
     bad = found._replace(answers=[(2, 8), (4, None)], planned=False)
     assert (bad.wrong, bad._replace(answers=[(2, 8)]).times, bad.times) == (2, 4, math.inf)
     verdicts = lambda each: [row["verdict"] for row in plan_search.verdicts([each])]
     assert (verdicts(found), verdicts(bad)[:2]) == (["met"] * 4, ["MISSED"] * 2)
-    assert "| linear " in plan_search._rendered([found])
-    assert len(_small_models.MODELS) == 30
+    assert found.cells[:2] == ("PINN", "4")
 
 
 def test_what_counts_as_code():

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks import _features, features
-from benchmarks._ways import JAX_WAYS, MultiSteps, OursAcross
+from benchmarks import features
+from benchmarks._contenders import JAX_WAYS, MultiSteps, OursAcross
+from tests.pages import features as programs
 from tests.tiers import sweep
 
 FEATURES = {feature.name: feature for feature in features.FEATURES}
@@ -39,4 +40,4 @@ def test_a_way_that_loses_a_micro_batch_does_not_pass(monkeypatch):
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", [name for name in JAX_WAYS if name not in COLUMNS and "ours" not in name])
 def test_every_way_of_jax_makes_the_update_of_the_whole_batch(way):
-    assert _features._even(way).holds
+    assert programs._even(way).holds

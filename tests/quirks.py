@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from optax_accum._core.versions import HOST
+from tests.engine import versions
 
 
 class Quirk(NamedTuple):
@@ -57,7 +57,7 @@ QUIRKS = (
         "Inside `jit`, a `device_put` to host memory does nothing",
         "`offload` is refused",
         "H100, JAX 0.7.2: 0 P sent to the host and back, instead of 4 P",
-        until=HOST,
+        until=versions.HOST,
     ),
     Quirk(
         "varying_axes",

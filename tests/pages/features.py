@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from benchmarks._others import TORCH, WAYS
+from benchmarks._contenders import OURS, TORCH, WAYS, Across, Scan, Way, Whole, held
 from benchmarks._problems import Batch, Problem, difference
-from benchmarks._ways import OURS, Across, Scan, Way, Whole, held
 
 ROUNDING = 1e-4  # of the largest change in a leaf
 K, ROWS, SIZE = 4, 4, 256  # micro-batches, rows of each, numbers in the only parameter: 1 kB
