@@ -134,8 +134,20 @@ def _cnn(name: str, k: int, rows: int = 256) -> Problem:
     return Problem(name, loss, torch_loss, params, batches, "SGD", k, unroll=True)
 
 
-def _decoder(name: str, k: int, width: int = 128, layers: int = 8, rows: int = 32, length: int = 16) -> Problem:
-    """Causal attention of one head and a wide product in each layer, recomputed in the backward pass."""
+def _decoder(
+    name: str,
+    k: int,
+    width: int = 128,
+    layers: int = 8,
+    rows: int = 32,
+    length: int = 16,
+    dtype: Any = jnp.float32,
+    scanned: bool = True,
+) -> Problem:
+    """Causal attention of one head and a wide product in each layer, recomputed in the backward pass.
+
+    It computes in `dtype`, and its layers are a scan, or a loop of Python that takes them out of stacked parameters.
+    """
     random = np.random.default_rng(0)
     params = {
         "down": _normal(random, layers, 4 * width, width),
@@ -149,11 +161,16 @@ def _decoder(name: str, k: int, width: int = 128, layers: int = 8, rows: int = 3
     def layer(h: jax.Array, weights: Params) -> jax.Array:
         norm = lambda h: h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-3)
         q, keys, v = jnp.split(norm(h) @ weights["qkv"], 3, axis=-1)
-        h = h + jax.nn.softmax(q @ keys.mT / width**0.5 + future) @ v
+        h = h + jax.nn.softmax(q @ keys.mT / width**0.5 + future.astype(h.dtype)) @ v
         return h + jnp.tanh(norm(h) @ weights["up"]) @ weights["down"]
 
     def loss(params: Params, x: jax.Array) -> jax.Array:
-        h, _ = jax.lax.scan(lambda h, weights: (layer(h, weights), None), x, params)
+        params, h = jax.tree.map(lambda leaf: leaf.astype(dtype), (params, x))
+        if scanned:
+            h, _ = jax.lax.scan(lambda h, weights: (layer(h, weights), None), h, params)
+        else:
+            for number in range(layers):
+                h = layer(h, {name: stack[number] for name, stack in params.items()})
         return jnp.mean((h[:, :-1] - x[:, 1:]) ** 2)
 
     def torch_loss(params: Params, x: Any) -> Any:
@@ -171,7 +188,8 @@ def _decoder(name: str, k: int, width: int = 128, layers: int = 8, rows: int = 3
             h = checkpoint(layer, h, *weights, use_reentrant=False)
         return (h[:, :-1] - x[:, 1:]).square().mean()
 
-    return Problem(name, loss, torch_loss, params, batches, "AdamW", k)
+    written = torch_loss if dtype == jnp.float32 else None
+    return Problem(name, loss, written, params, batches, "AdamW", k)
 
 
 def _mlp(name: str, k: int, width: int = 256, optimizer: str = "Muon", layers: int = 4, rows: int = 64) -> Problem:
@@ -230,8 +248,11 @@ def _gradients(name: str, k: int, width: int = 512, optimizer: str = "AdamW", la
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "CNN on digits": _cnn,
     "decoder of stacked layers": _decoder,
+    "decoder in bfloat16": functools.partial(_decoder, dtype=jnp.bfloat16),
+    "decoder in a Python loop": functools.partial(_decoder, scanned=False),
     "MLP with Muon": _mlp,
     "model of 2000 leaves": _leaves,
+    "model of 100 leaves": functools.partial(_leaves, leaves=100),
     "MLP": lambda name, k, width=256: _mlp(name, k, width, "AdamW"),
     "AdamW, 4.2 M": _gradients,
     "Muon, 4.2 M": functools.partial(_gradients, optimizer="Muon"),

@@ -152,6 +152,8 @@ def targets(record: dict[str, Any]) -> str:
         ("the same, bytes moved", norms("8 layers", "moved"), 2.2),
         ("24 BatchNorms, temporary memory / the whole batch's", norms("24 layers", "temporary"), 0.3),
         ("the same, bytes moved", norms("24 layers", "moved"), 2.1),
+        ("ResNet-50, temporary memory / the whole batch's", norms("ResNet-50", "temporary"), 0.35),
+        ("the same, bytes moved", norms("ResNet-50", "moved"), 2.6),
         ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),
         ("the same, k = 32 / k = 2", ratio(through[1], through[0]), 1),
         ("HSDP, k = 8: bytes between replicas / those of a scan by hand", ratio(*between), 1 / 8),

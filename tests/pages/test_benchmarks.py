@@ -24,13 +24,14 @@ from benchmarks import (
     _results,
     accelerators,
     code_size,
+    compile_time,
     on_device,
     packing,
     peers,
     plan_search,
     planning,
 )
-from benchmarks._contenders import TORCH, WHOLE, Torch
+from benchmarks._contenders import JAX_WAYS, OURS, TORCH, WHOLE, Torch
 from optax_accum.accelerators import _targets as targets
 from tests import ROOT
 
@@ -304,6 +305,15 @@ def test_a_table_of_a_page_is_that_of_the_results(path):
 def test_a_table_that_is_not_that_of_the_results_is_written_anew():
     text = (ROOT / "docs/tokens.md").read_text()
     assert _pages.written("docs/tokens.md", text.replace("6510 / 6470", "6511 / 6470"), RESULTS) == text
+
+
+@pytest.mark.sweep
+def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
+    problem = _problems.make("MLP", size=16)
+    assert compile_time.measured(problem, 1).shape == (1, len(compile_time.WAYS))
+    monkeypatch.setattr(JAX_WAYS[OURS], "gradient", lambda way, params, *_: params)
+    with pytest.raises(SystemExit, match="MLP: one of .* makes another update"):
+        compile_time.measured(problem, 1)
 
 
 def test_a_target_that_is_missed_is_explained():
