@@ -736,7 +736,8 @@ ROUNDED = {"bf16": 1e-2, "bf16_back": 1e-2, "bf16_masked": 2e-2, "f16": 1e-2}
 def trained(loss, *sizes, weight=None, **options):
     """The parameters after a window of micro-batches of these sizes."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes))
-    step, params, state = optax_accum.value_and_apply_gradients(loss, tx, **options), PARAMS, tx.init(PARAMS)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
+    params, state = PARAMS, tx.init(PARAMS)
     for part in parted(sizes):
         _, params, state = step(params, state, part, weight=weight)
     return params
@@ -786,7 +787,7 @@ def test_explain_and_the_step_say_the_same(verdict, name):
         got = trained(loss, 3, 5)
     assert {str(warning.message)[:17] for warning in caught} == (set() if verdict == "exact" else {"It cannot be read"})
     if verdict == "exact":
-        gradient = jax.grad(lambda p: loss(p, BATCH).astype(jnp.float32))(PARAMS)
+        gradient = jax.jit(jax.grad(lambda p: loss(p, BATCH).astype(jnp.float32)))(PARAMS)
         want = jax.tree.map(jnp.subtract, PARAMS, gradient)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
@@ -886,7 +887,7 @@ def test_pairs_of_neighbours_that_are_dealt_out_whole_add_up():
         return -jnp.mean(jax.nn.log_sigmoid(chosen - rejected))
 
     assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "exact"
-    got, want = trained(loss, 2, 6), jax.tree.map(jnp.subtract, PARAMS, jax.grad(loss)(PARAMS, BATCH))
+    got, want = trained(loss, 2, 6), jax.tree.map(jnp.subtract, PARAMS, jax.jit(jax.grad(loss))(PARAMS, BATCH))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -914,7 +915,7 @@ def test_no_weight_silences_what_is_certain(name):
 def test_each_micro_batch_counts_by_itself_if_one_says_so(name, weighed, weights):
     """As with `optax.MultiSteps`: by its rows, or as the weight says."""
     got = trained(LOSSES[name], 3, 5, exact=False, **weighed)
-    grads = [jax.grad(LOSSES[name])(PARAMS, part) for part in parted((3, 5))]
+    grads = [jax.jit(jax.grad(LOSSES[name]))(PARAMS, part) for part in parted((3, 5))]
     mean = jax.tree.map(lambda *leaves: np.average(leaves, 0, weights), *grads)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(optax.tree.sub(PARAMS, mean)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -963,11 +964,11 @@ def test_a_weight_that_the_batch_alone_does_not_tell_is_taken(how):
     with pytest.raises(ValueError, match="(?s)The batch alone does not tell.*the model decides.*weight= in a call"):
         trained(over_gates, 3, 5)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step, params, state = optax_accum.value_and_apply_gradients(GATED[how], tx), PARAMS, tx.init(PARAMS)
+    step, params, state = jax.jit(optax_accum.value_and_apply_gradients(GATED[how], tx)), PARAMS, tx.init(PARAMS)
     for part in parted((3, 5)):
         weight = {"weight": jnp.sum(gated(PARAMS, part))} if how == "weight" else {}
         _, params, state = step(params, state, part, **weight)
-    want = optax.tree.sub(PARAMS, jax.grad(over_gates)(PARAMS, BATCH))
+    want = optax.tree.sub(PARAMS, jax.jit(jax.grad(over_gates))(PARAMS, BATCH))
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -981,7 +982,7 @@ def test_a_weight_that_another_argument_decides_is_taken():
 
     classes = jnp.linspace(0.5, 2, WORDS)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step, params, state = optax_accum.value_and_apply_gradients(of_classes, tx), PARAMS, tx.init(PARAMS)
+    step, params, state = jax.jit(optax_accum.value_and_apply_gradients(of_classes, tx)), PARAMS, tx.init(PARAMS)
     with pytest.raises(ValueError, match="(?s)The batch alone.*the argument weights decides, too.*weight= in a call"):
         step(params, state, BATCH, classes)
     for part in parted((3, 5)):

@@ -63,7 +63,8 @@ def test_extra_arguments_reach_the_optimizer_and_fields_are_replaced():
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     state = created(optax_accum.accumulate_gradients(inner, every=None))
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    state = state.apply_gradients(grads=zeros, flush=True, extra="here", apply_fn="new")
+    step = lambda state: state.apply_gradients(grads=zeros, flush=True, extra="here", apply_fn="new")
+    state = jax.eval_shape(step, state)
     assert "here" in seen
     assert state.apply_fn == "new"
 
@@ -106,12 +107,14 @@ def test_statistics_count_by_stats_weight_beside_a_weight_of_tokens():
     state = created(optax_accum.accumulate_gradients(optax.set_to_zero(), every=3), norm=True)
     given = [normalised(state, batch) for batch in micro_batches()]
 
+    @jax.jit
+    def step(run, of_batch, **weights):
+        return run.apply_gradients(grads=of_batch[0], batch_stats=of_batch[1], **weights)
+
     def merged(told):
         run = state
-        for tokens, rows, (grads, stats) in zip((5.0, 1.0, 9.0), ROWS, given, strict=True):
-            run = run.apply_gradients(
-                grads=grads, batch_stats=stats, weight=tokens, stats_weight=rows if told else None
-            )
+        for tokens, rows, of_batch in zip((5.0, 1.0, 9.0), ROWS, given, strict=True):
+            run = step(run, of_batch, weight=tokens, **({"stats_weight": rows} if told else {}))
         return run.batch_stats["BatchNorm_0"]["mean"]
 
     want = normalised(state, (X, Y))[1]["BatchNorm_0"]["mean"]

@@ -88,7 +88,8 @@ def test_partial_sums_have_random_numbers_of_their_own(mesh, k):
         "old": jax.random.fold_in(keys["old"], device),
         "several": jax.vmap(jax.random.fold_in, (0, None))(keys["several"], device),
     }
-    of_device = [jax.value_and_grad(drawn, has_aux=True)(w, x, fold(device)) for device in range(2)]
+    whole = jax.jit(lambda device: jax.value_and_grad(drawn, has_aux=True)(w, x, fold(device)))
+    of_device = [whole(device) for device in range(2)]
     np.testing.assert_allclose(noise, np.concatenate([own for (_, own), _ in of_device]), rtol=1e-5)
     np.testing.assert_allclose(grads, np.stack([grad for _, grad in of_device]), rtol=1e-4)
     assert np.min(np.abs(np.diff(np.asarray(noise).reshape(2, 4), axis=0))) > 1e-3
