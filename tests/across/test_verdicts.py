@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import optax_accum
-from tests.tiers import sweep
+from tests.tiers import one_of_each, sweep
 
 ROWS, TOKENS, WIDTH, EXPERTS, WORDS = 8, 6, 4, 3, 7
 D, E = WIDTH, EXPERTS
@@ -711,12 +711,11 @@ def of_pairs(left, right, sign, then, reduced):
 @pytest.mark.parametrize("right", sweep(RIGHT, but=["matrix"]))
 def test_a_sum_of_single_rows_over_all_pairs_is_exact(right, then):
     """Whatever is added, and however it is reduced; unless it is of one row, and no number of rows."""
-    losses = []
-    for left, sign, reduced in itertools.product(LEFT, (1, -1), REDUCED):
-        if left == "rows" and right in ("number", "mean"):
-            continue  # which has one column, and not one for each row
-        losses.append(of_pairs(left, right, sign, LINEAR[then], reduced))
-        assert optax_accum.explain(losses[-1], PARAMS, BATCH).verdict == "exact", (left, sign, reduced)
+    lefts = ["all"] if right in ("number", "mean") else LEFT  # of one column, which is not one for each row
+    ways = list(itertools.product(lefts, (1, -1), REDUCED))
+    made = lambda left, sign, reduced: of_pairs(left, right, sign, LINEAR[then], reduced)
+    assert {way: optax_accum.explain(made(*way), PARAMS, BATCH).verdict for way in ways} == dict.fromkeys(ways, "exact")
+    losses = [made(*way) for way in one_of_each(ways)]
     gradients = jax.jit(lambda batch: [jax.grad(loss)(PARAMS, batch) for loss in losses])
     mean = jax.tree.map(lambda *leaves: np.average(leaves, 0, (3, 5)), *map(gradients, parted((3, 5))))
     for a, b in zip(jax.tree.leaves(mean), jax.tree.leaves(gradients(BATCH)), strict=True):
