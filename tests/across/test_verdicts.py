@@ -178,7 +178,7 @@ def small_number_added(p, b):
 @exact
 def cond_guard(p, b):
     s, c = (per(p, b) * b["m"]).sum(), b["m"].sum()
-    return lax.cond(c > 0, lambda: s / c, lambda: 0.0)
+    return lax.cond(c > 0, lambda: s / (2 * c), lambda: 0.0)
 
 
 @exact
