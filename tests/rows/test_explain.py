@@ -6,10 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from optax_accum import Ratio, accumulate_gradients, explain
+from optax_accum import Ratio, explain
 from tests.rows import losses
 
 RNG = np.random.RandomState(0)
@@ -168,21 +167,6 @@ def test_parts_weighed_so_add_up_to_the_whole_batch(loss, gradients):
     assert weights[0] != weights[1]  # else an equal mean would do
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "loss", [losses.masked, losses.guarded_by_maximum, losses.mean], ids=lambda loss: loss.__name__
-)
-def test_a_weight_gives_the_gradient_of_the_whole_batch_across_calls(loss):
-    weight = explain(loss, PARAMS, BATCH).weight
-    tx = accumulate_gradients(optax.sgd(1.0), every=3)
-    step = jax.jit(lambda state, part: tx.update(jax.grad(loss)(PARAMS, part), state, PARAMS, weight=weight(part)))
-    state = tx.init(PARAMS)
-    for rows in (slice(0, 3), slice(3, 9), slice(9, 16)):
-        updates, state = step(state, part_of(rows))
-    whole = jax.grad(loss)(PARAMS, BATCH)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, atol=1e-5), updates, whole)
-
-
 REFUSED = {  # a loss, and why it has no weight
     losses.normalised_rows: "each row takes a mean over rows",
     losses.batch_norm: "each row takes a mean over rows",
@@ -306,23 +290,6 @@ def test_batch_norm_keeps_its_rows_between_loops():
     assert coupling.kept_bytes == 16 * 5 * 4
     assert found.kept_bytes >= coupling.kept_bytes
     assert "Between loops" in str(found)
-
-
-def normed_layers(params, batch):
-    h = batch["x"]
-    for w in params:
-        h = h @ w
-        h = jnp.tanh((h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-5))
-    return (h**2).mean()
-
-
-@pytest.mark.sweep
-def test_what_is_kept_falls_with_what_may_run_again():
-    layers = [normal(6, 6) for _ in range(6)]
-    kept = [explain(normed_layers, layers, BATCH, recompute=share).kept_bytes for share in (0, 0.6, 2, 10)]
-    assert kept == sorted(kept, reverse=True)
-    assert kept[0] >= 2 * kept[-1] > 0
-    assert explain(normed_layers, layers, BATCH).kept_bytes == kept[0]  # on a CPU
 
 
 def test_loops_are_those_of_the_gradient():

@@ -538,16 +538,6 @@ def test_masks_are_the_whole_batchs_bit_for_bit():
 
 
 @pytest.mark.sweep
-def test_keys_as_rows():
-    def loss(p, b):
-        keys = jax.random.split(jax.random.key(1), len(b["x"]))
-        kept = jax.vmap(lambda key, x: jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x, 0))(keys, b["x"])
-        return masked(jnp.sum(jnp.tanh(kept @ p["w"]), 1), b)
-
-    assert_whole(loss, *values(), tolerance=2e-6)
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_narrow_parameters(dtype):
     """As near to the gradient in float32 as the whole batch's is."""
