@@ -342,24 +342,6 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
     assert not collectives(jitted, place(data_mesh, host_params(), P()), state, batch).select(place=("outside", "loop"))
 
 
-SPIKE = optax_accum.discard_if(lambda gradient, *_: (~(optax.tree.norm(gradient) < 1e3), ()))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard", SPIKE], ids=["skip", "omit", "discard", "rule"])
-def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
-    bad = {**BATCHES[1], "y": np.where(np.arange(ROWS) == ROWS - 1, np.nan, BATCHES[1]["y"]).astype("f")}
-    bad["mask"] = np.where(np.arange(ROWS) == ROWS - 1, 1, bad["mask"]).astype("f")
-    tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data", nonfinite=nonfinite)
-    batches = [BATCHES[0], bad] + ([BATCHES[2]] if nonfinite == "skip" else [])
-    got, state, _ = train(data_mesh, tx, place(data_mesh, host_params(), P()), batches)
-    kept = [batch for batch in batches if batch is not bad]
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *kept)
-    close(got, host_params() if nonfinite in ("discard", SPIKE) else whole_update(host_params(), joined))
-    numbers = optax_accum.metrics(state)
-    assert (numbers["skipped"], numbers["discarded"]) == ((0, 1) if nonfinite in ("discard", SPIKE) else (1, 0))
-
-
 @pytest.mark.sweep
 def test_agreeing_costs_one_small_number(data_mesh):
     params = place(data_mesh, host_params(), P())
