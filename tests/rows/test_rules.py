@@ -551,15 +551,6 @@ def test_narrow_parameters(dtype):
     assert_whole(loss, *values(), tolerance=5e-2)
 
 
-@pytest.mark.sweep
-def test_a_batch_of_several_arguments_and_a_scalar():
-    loss = lambda w, x, b: jnp.sum(jnp.tanh(x @ w) * b["y"][:, None]) * b["rate"] / len(x)
-    params, batch = values()
-    args = params["w"], batch["x"], {"y": batch["y"], "rate": jnp.float32(0.1)}
-    got = jax.jit(optax_accum.value_and_grad(loss, 5, batch_argnums=(1, 2)))(*args)
-    assert farthest(got, jax.value_and_grad(loss)(*args)) < 2e-6
-
-
 @jax.custom_vjp
 def clips_cheaply(x):
     return x * 1.0
