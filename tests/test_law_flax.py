@@ -314,15 +314,3 @@ def assert_the_update_of_the_whole_batch(path, sizes, weighted):
         jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=2e-6), one, other)
     assert updates == UPDATES
     assert all(np.max(np.abs(params[name] - kernel)) > 1e-2 for name, kernel in KERNELS.items())
-
-
-@pytest.mark.sweep
-def test_a_mean_of_means_breaks_it():
-    """The comparison can fail: the same uneven partition without its weights."""
-    params, *_ = oracle(weighted=False)
-    state = linen_state(optax_accum.accumulate_gradients(INNER, 3))
-    gradient = jax.jit(jax.grad(lambda params, batch, state: linen_loss(params, batch, None, state)[0]))
-    for batch, _ in calls((1, 10, 1), weighted=False):
-        unread = dict.fromkeys(state.window.metrics, 0.0)
-        state = state.apply_gradients(grads=gradient(state.params, batch, state), metrics=unread)
-    assert np.max(np.abs(state.params["outer"]["kernel"] - params["outer"])) > 1e-2

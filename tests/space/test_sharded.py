@@ -158,20 +158,6 @@ def test_one_reduction_whatever_k_is_and_no_row_moves(data_mesh, k):
 
 
 @pytest.mark.sweep
-def test_by_hand_there_is_one_reduction_for_each_micro_batch(data_mesh):
-    """What the others do; and that the tests above could have failed."""
-    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-
-    def naive(params, batch):
-        split = jax.tree.map(lambda leaf: leaf.reshape(-1, 4, *leaf.shape[1:]).swapaxes(0, 1), batch)
-        add = lambda total, micro: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, micro)), None)
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), split)[0]
-
-    found = collectives(jax.jit(naive), params, batch)
-    assert found.select(place="loop", min_bytes=64).bytes == 4 * GRADIENT_BYTES
-
-
-@pytest.mark.sweep
 def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     key = jax.random.key(0)

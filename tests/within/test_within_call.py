@@ -1,6 +1,7 @@
 """`value_and_grad` and `microbatched`: the law within a call, for any cut, weight, dtype and path."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import optax_accum
 from tests import problems, programs
+from tests.test_bad_input import GONE
 from tests.tiers import sweep
 
 START, BATCH = problems.params(), problems.rows(12)
@@ -393,8 +395,9 @@ def loss_with(value):
 )
 def test_bad_input_at_trace_time(fun, options, batch, error, message):
     options = {"num_microbatches": 2, **options}
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         jax.jit(optax_accum.value_and_grad(fun, **options))(jnp.array(1.0), batch)
+    assert not re.search(GONE, str(caught.value))
 
 
 def test_integers_cannot_be_differentiated():
