@@ -61,7 +61,7 @@ def clipped(w):
 clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
-def trained(loss, sizes=(1, 7, 4), place=lambda rows: rows, tx=None, options=None, **keywords):
+def trained(loss, sizes=(1, 1, 10), place=lambda rows: rows, tx=None, options=None, **keywords):
     """The parameters after one window."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes)) if tx is None else tx
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **(options or {})))
@@ -176,7 +176,7 @@ def test_no_function_of_a_count_stands_beside_another_term(loss):
 
 
 def over_positives(w, batch):
-    """All rows have a loss, as in detection; the first and the last micro-batch count none of them."""
+    """All rows have a loss, as in detection; the first micro-batch counts none of them."""
     return jnp.sum(errors(w, batch)) / jnp.maximum(_positives(batch), 1)
 
 
@@ -235,7 +235,7 @@ def test_grad_weight_by_hand_is_what_the_loss_divides_by(scale):
     loss = lambda w, batch: jnp.sum(errors(w, batch)) / jnp.maximum(scale * jnp.sum(batch["mask"]), 1)
     tx, now = optax_accum.accumulate_gradients(optax.sgd(1.0), 3), W
     state = tx.init(now)
-    for rows in (slice(0, 1), slice(1, 8), slice(8, 12)):
+    for rows in (slice(0, 1), slice(1, 2), slice(2, 12)):
         part = jax.tree.map(lambda leaf: leaf[rows], BATCH)  # noqa: B023
         weights = {"weight": scale * jnp.sum(part["mask"]), "grad_weight": lambda count: jnp.maximum(count, 1)}
         now, state = optax_accum.apply_gradients(tx, jax.grad(loss)(now, part), state, now, **weights)
@@ -314,11 +314,11 @@ def test_inside_a_chain_a_weight_that_the_loss_returns_stays():
     found = []
     for step in map(jax.jit, (by_batch, by_ratio)):
         now, state = W, tx.init(W)
-        for rows in (slice(0, 4), slice(4, 6), slice(6, 12)):
+        for rows in (slice(0, 5), slice(5, 7), slice(7, 12)):
             _, now, state = step(now, state, jax.tree.map(lambda leaf: leaf[rows], BATCH))  # noqa: B023
         found.append(now)
     np.testing.assert_allclose(*found, rtol=1e-5)
-    assert not np.allclose(found[0], trained(masked, (4, 2, 6), tx=tx), rtol=1e-3)
+    assert not np.allclose(found[0], trained(masked, (5, 2, 5), tx=tx), rtol=1e-3)
 
 
 def over(devices, loss, sizes, tx=None, **options):
