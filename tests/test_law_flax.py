@@ -140,8 +140,9 @@ def through_apply_gradients(sizes, weighted):
         )
 
     state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
-    for batch, _ in calls(sizes, weighted):
-        state = step(state, batch)
+    for batch, last in calls(sizes, weighted):
+        before, state = state, step(state, batch)
+        assert last or jax.tree.all(jax.tree.map(np.array_equal, state.batch_stats, before.batch_stats))
     return linen_result(state, state.window_metrics())
 
 
@@ -202,8 +203,10 @@ def through_the_optimizer(sizes, weighted, value_and_grad=nnx.value_and_grad, **
         rows = len(batch[0])
         optimizer.update(model, grads, weight=batch[2].sum(), stats_weight=rows, metrics={"loss": value, **aux})
 
-    for batch, _ in calls(sizes, weighted):
+    for batch, last in calls(sizes, weighted):
+        before = np.array(model.norm.var[...])
         step(model, optimizer, batch)
+        assert last or np.array_equal(model.norm.var[...], before)
     return nnx_result(model, optimizer, optimizer.window_metrics())
 
 

@@ -68,25 +68,6 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
     assert (moved.step, moved.updates) == (2, 2)
 
 
-@pytest.mark.sweep
-def test_batch_statistics_make_one_exact_step_for_each_update():
-    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=3)
-    state = created(tx, norm=True)
-    want = normalised(state, (X, Y))[1]
-    for _ in range(2):
-        for batch in micro_batches():
-            before = state.batch_stats
-            grads, stats = normalised(state, batch)
-            state = state.apply_gradients(grads=grads, batch_stats=stats, weight=len(batch[0]))
-            if not optax_accum.has_updated(state.opt_state):
-                equal(state.batch_stats, before)
-        close(state.batch_stats, want)
-        want = normalised(state, (X, Y))[1]
-    var = want["BatchNorm_0"]["var"]
-    naive = [normalised(state, batch)[1]["BatchNorm_0"]["var"] for batch in micro_batches()]
-    assert np.max(np.abs(np.average(naive, axis=0, weights=ROWS) - var)) > 1e-3  # the mean of variances is not it
-
-
 def test_statistics_count_by_stats_weight_beside_a_weight_of_tokens():
     """docs/flax.md says so, and that they count by the tokens without it."""
     state = created(optax_accum.accumulate_gradients(optax.set_to_zero(), every=3), norm=True)
