@@ -105,17 +105,6 @@ def test_the_other_arguments_of_the_factory(options, error, message):
         build(**options)
 
 
-@pytest.mark.parametrize("inner", [optax.sgd, None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)])
-def test_inner_that_is_no_transformation(inner):
-    with pytest.raises(TypeError, match=r"inner must be an optax.GradientTransformation: inner=.*(Pass|Call)"):
-        optax_accum.accumulate_gradients(inner, 2)
-
-
-def test_every_in_the_place_of_inner():
-    with pytest.raises(TypeError, match=r"inner=4. The optimizer comes first: accumulate_gradients\(optax.adam"):
-        optax_accum.accumulate_gradients(4, optax.sgd(0.1))  # type: ignore[arg-type]
-
-
 def test_gradients_of_another_tree():
     with pytest.raises(
         ValueError, match=r"tree of the state: at \['b'\] the gradients have no leaf and the state.*\(3,\)"
@@ -587,15 +576,17 @@ def test_a_key_that_no_role_names():
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        (4, "The optimizer comes first"),
+        (4, r"The optimizer comes first: accumulate_gradients\(optax.adam"),
+        (optax.sgd, "Call it"),
+        (None, "Pass an optimizer"),
         (optax.MultiSteps(optax.sgd(0.1), 2), "the optimizer that optax.MultiSteps wraps"),
         (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "Pass its tx"),
         ("adam", "Pass an optimizer"),
     ],
-    ids=["swapped", "MultiSteps", "nnx.Optimizer", "text"],
+    ids=["swapped", "factory", "none", "MultiSteps", "nnx.Optimizer", "text"],
 )
 def test_what_is_no_optimizer_gets_the_remedy_that_fits(inner, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=f"(?s)inner must be an optax.GradientTransformation: inner=.*{message}"):
         optax_accum.accumulate_gradients(inner, 4)
 
 
@@ -875,7 +866,7 @@ def _on_its_axes(fun, *args, way=_together, **options):
     return jax.shard_map(way(fun, **options), mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(*args)
 
 
-GONE = r"\b(whole_argnums|group_size|weight_fn|weight_of|rng_argnum|carry_argnum|aux_reduction|stacked|unroll)\b"
+GONE = r"\b(whole_argnums|group_size|weight_fn|weight_of|rng_argnum|carry_argnum|aux_reduction|stacked|unroll)\b"  # options of `reduce_microbatches` alone
 KEY = jax.random.key(0)
 
 
@@ -883,16 +874,11 @@ KEY = jax.random.key(0)
     ("call", "message"),
     [
         (lambda: _split(loss, jnp.ones(3, int), X), "Only floating-point arguments .*Pass it as another argument[.]"),
-        (lambda: _split(loss, W, {"x": X, "key": KEY}), "A key in a batch argument.*as an argument of its own[.]"),
         (lambda: _split(loss, W, KEY), "argument 1[.] Name the batch by batch_argnums[.]"),
         (lambda: _split(loss, W, {"x": X, "factors": [1.0, 2.0]}), "Numbers in a list are not split"),
         (lambda: _split(lambda w, x, y: loss(w, x + y), W, X, jnp.ones((8, 1))), "batch_argnums[.]"),
-        (lambda: _split(lambda w, x: x @ w, W, X), "fun must return a real scalar"),
         (lambda: _split(lambda w, x: optax_accum.Ratio(loss(w, x), W), W, X), "the count of a Ratio must be"),
-        (lambda: _split(loss, W, {"x": X, "y": jnp.ones(7)}), "All leaves of a batch"),
-        (lambda: _split(loss, W, jnp.ones(())), "A batch must have a leaf with rows"),
         (lambda: _split(loss, W, X, argnums=2), "argnums must name a parameter of fun: .*Pass its position"),
-        (lambda: _split(loss, W, X, has_aux=True), "fun must return a pair"),
         (
             lambda: _over_devices(loss, W, X[:7]),
             r"must divide over the devices.*Pad .* to 8 rows, with a mask.*sum\(mask \* errors\) / jnp.sum\(mask\)",

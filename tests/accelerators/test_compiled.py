@@ -44,17 +44,6 @@ def test_the_inner_optimizer_runs_once_a_window(apply, nonfinite):
     assert len(calls) == 3
 
 
-def test_multi_steps_runs_it_at_every_micro_step():
-    """The count can fail."""
-    inner, calls = counted(optax.adam(0.1))
-    tx = optax.MultiSteps(inner, 4)
-    update, state = jax.jit(tx.update), tx.init(jnp.ones(3))
-    for _ in range(4):
-        _, state = update(jnp.ones(3), state, jnp.ones(3))
-    jax.effects_barrier()
-    assert len(calls) == 4
-
-
 @pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
 @pytest.mark.parametrize("flush", [False, True])
 def test_a_static_flush_compiles_no_cond(apply, flush):

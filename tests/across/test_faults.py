@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_accum
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.quick
 
@@ -59,14 +60,11 @@ def with_fault(position, fault):
     return [jnp.array([fault, 1.0]) if i == position else grad for i, grad in enumerate(GOOD)]
 
 
-faults = pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
-positions = pytest.mark.parametrize("position", range(K))
-applies = pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+FAULTS = [np.nan, np.inf, -np.inf]
+faults = pytest.mark.parametrize(("fault", "position", "apply"), every_pair(FAULTS, range(K), [False, True]))
 
 
 @faults
-@positions
-@applies
 def test_propagate_shows_it_in_its_own_window_only(fault, position, apply):
     tx = accumulate(K)
     params, state, trail = run(tx, with_fault(position, fault), apply=apply)
@@ -80,8 +78,6 @@ def test_propagate_shows_it_in_its_own_window_only(fault, position, apply):
 
 
 @faults
-@positions
-@applies
 def test_skip_waits_for_another(fault, position, apply):
     tx = accumulate(K, nonfinite="skip")
     grads = [*GOOD[:position], jnp.array([fault, 1.0]), *GOOD[position:]]
@@ -93,8 +89,6 @@ def test_skip_waits_for_another(fault, position, apply):
 
 
 @faults
-@positions
-@applies
 @pytest.mark.parametrize(("reduction", "reduce"), [("mean", jnp.mean), ("sum", jnp.sum)])
 def test_omit_ends_on_time_with_the_rest(fault, position, apply, reduction, reduce):
     tx = accumulate(K, nonfinite="omit", reduction=reduction)
@@ -105,8 +99,6 @@ def test_omit_ends_on_time_with_the_rest(fault, position, apply, reduction, redu
 
 
 @faults
-@positions
-@applies
 def test_discard_drops_the_window_and_nothing_else(fault, position, apply):
     inner = ADAM
     tx = accumulate(K, inner, nonfinite="discard")
@@ -131,9 +123,10 @@ def test_discard_sees_what_overflows_where_it_is_emitted():
     assert np.all(updates == 0)
 
 
-@faults
-@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard", optax.transforms.skip_not_finite])
-@pytest.mark.parametrize("every", [1, K])
+@pytest.mark.parametrize(
+    ("fault", "nonfinite", "every"),
+    every_pair(FAULTS, ["skip", "omit", "discard", optax.transforms.skip_not_finite], [1, K]),
+)
 def test_the_window_after_a_fault_is_untouched_by_it(fault, nonfinite, every):
     tx = accumulate(every, nonfinite=nonfinite)
     bad = [jnp.full(2, fault)] * every
@@ -235,16 +228,16 @@ def test_a_flush_closes_what_a_skipped_micro_batch_left():
     np.testing.assert_allclose(PARAMS + updates, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("nonfinite", "discarded"), [("omit", 1), ("skip", 0)])
-@pytest.mark.parametrize("every", [None, K])
-@pytest.mark.parametrize("flush", [True, jnp.array(True)], ids=["static", "traced"])
-def test_a_flush_of_a_fault_alone_makes_no_update(nonfinite, discarded, every, flush):
+@pytest.mark.parametrize(
+    ("nonfinite", "every", "flush"), every_pair(["omit", "skip"], [None, K], [True, jnp.array(True)])
+)
+def test_a_flush_of_a_fault_alone_makes_no_update(nonfinite, every, flush):
     """Under "omit" it was a micro-step, and its window is lost; under "skip" there was no window."""
     tx = accumulate(every, ADAM, nonfinite=nonfinite)
     updates, state = tx.update(jnp.array([np.nan, 1.0]), tx.init(PARAMS), PARAMS, flush=flush)
     assert np.all(updates == 0)
     chex.assert_trees_all_equal(state.inner_opt_state, ADAM.init(PARAMS))
-    assert (state.skipped, state.discarded, state.batches) == (1, discarded, 1)
+    assert (state.skipped, state.discarded, state.batches) == (1, nonfinite == "omit", 1)
     assert (state.mini_step, state.gradient_step, state.weight) == (0, 0, 0)
     updates, _ = tx.update(GOOD[0], state, PARAMS, flush=flush)
     np.testing.assert_allclose(PARAMS + updates, one_update(ADAM, GOOD[:1])[0], rtol=1e-6)
@@ -288,9 +281,7 @@ def test_a_weight_of_zero_adds_nothing_even_of_a_nan(nonfinite, dtype):
     assert (state.skipped, state.discarded) == (0, 0)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("every", [1, 2, None])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("reduction", "every", "traced"), every_pair(["mean", "sum"], [1, 2, None], [False, True]))
 def test_a_window_of_weight_zero_is_discarded(reduction, every, traced):
     inner = optax.adamw(0.1)
     tx = optax_accum.accumulate_gradients(inner, every, reduction=reduction)
@@ -306,9 +297,10 @@ def test_a_window_of_weight_zero_is_discarded(reduction, every, traced):
     assert np.any(updates != 0) or every == 2
 
 
-@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("weight", [1e38, -1e38, 3e38, np.inf, jnp.float32(1e38), jnp.float32(3e38)])
+@pytest.mark.parametrize(
+    ("weight", "every", "apply"),
+    every_pair([1e38, -1e38, 3e38, np.inf, jnp.float32(1e38), jnp.float32(3e38)], [1, 2], [False, True]),
+)
 def test_a_window_of_weights_that_overflow_is_discarded(weight, every, apply):
     """Their reciprocal is 0, or their sum infinite: an update of zeros, or NaN, counted as one."""
     params, state, _ = run(accumulate(every), [GOOD[0]] * every, apply=apply, weight=weight)

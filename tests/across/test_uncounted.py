@@ -296,7 +296,7 @@ def is_lost(loss):
 def trained(loss, **options):
     """The parameters after three micro-batches, of which the second counts nothing; and the warnings."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 3)
-    step, params, state = optax_accum.value_and_apply_gradients(loss, tx, **options), PARAMS, tx.init(PARAMS)
+    step, params, state = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options)), PARAMS, tx.init(PARAMS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for part in (slice(0, 3), NOTHING, slice(5, 8)):
@@ -306,7 +306,7 @@ def trained(loss, **options):
 
 def off(loss, params, of=None):
     """How far the update is from that of the whole batch."""
-    want = jax.grad(of or loss)(PARAMS, BATCH)
+    want = jax.jit(jax.grad(of or loss))(PARAMS, BATCH)
     error = jax.tree.map(lambda new, old, grad: old - new - grad, params, PARAMS, want)
     return float(optax.tree.norm(error) / optax.tree.norm(want))
 

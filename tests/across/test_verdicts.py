@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import optax_accum
-from tests.tiers import sweep
+from tests.tiers import one_of_each, sweep
 
 ROWS, TOKENS, WIDTH, EXPERTS, WORDS = 8, 6, 4, 3, 7
 D, E = WIDTH, EXPERTS
@@ -178,7 +178,7 @@ def small_number_added(p, b):
 @exact
 def cond_guard(p, b):
     s, c = (per(p, b) * b["m"]).sum(), b["m"].sum()
-    return lax.cond(c > 0, lambda: s / c, lambda: 0.0)
+    return lax.cond(c > 0, lambda: s / (2 * c), lambda: 0.0)
 
 
 @exact
@@ -711,12 +711,11 @@ def of_pairs(left, right, sign, then, reduced):
 @pytest.mark.parametrize("right", sweep(RIGHT, but=["matrix"]))
 def test_a_sum_of_single_rows_over_all_pairs_is_exact(right, then):
     """Whatever is added, and however it is reduced; unless it is of one row, and no number of rows."""
-    losses = []
-    for left, sign, reduced in itertools.product(LEFT, (1, -1), REDUCED):
-        if left == "rows" and right in ("number", "mean"):
-            continue  # which has one column, and not one for each row
-        losses.append(of_pairs(left, right, sign, LINEAR[then], reduced))
-        assert optax_accum.explain(losses[-1], PARAMS, BATCH).verdict == "exact", (left, sign, reduced)
+    lefts = ["all"] if right in ("number", "mean") else LEFT  # of one column, which is not one for each row
+    ways = list(itertools.product(lefts, (1, -1), REDUCED))
+    made = lambda left, sign, reduced: of_pairs(left, right, sign, LINEAR[then], reduced)
+    assert {way: optax_accum.explain(made(*way), PARAMS, BATCH).verdict for way in ways} == dict.fromkeys(ways, "exact")
+    losses = [made(*way) for way in one_of_each(ways)]
     gradients = jax.jit(lambda batch: [jax.grad(loss)(PARAMS, batch) for loss in losses])
     mean = jax.tree.map(lambda *leaves: np.average(leaves, 0, (3, 5)), *map(gradients, parted((3, 5))))
     for a, b in zip(jax.tree.leaves(mean), jax.tree.leaves(gradients(BATCH)), strict=True):
@@ -736,7 +735,8 @@ ROUNDED = {"bf16": 1e-2, "bf16_back": 1e-2, "bf16_masked": 2e-2, "f16": 1e-2}
 def trained(loss, *sizes, weight=None, **options):
     """The parameters after a window of micro-batches of these sizes."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes))
-    step, params, state = optax_accum.value_and_apply_gradients(loss, tx, **options), PARAMS, tx.init(PARAMS)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
+    params, state = PARAMS, tx.init(PARAMS)
     for part in parted(sizes):
         _, params, state = step(params, state, part, weight=weight)
     return params
@@ -786,7 +786,7 @@ def test_explain_and_the_step_say_the_same(verdict, name):
         got = trained(loss, 3, 5)
     assert {str(warning.message)[:17] for warning in caught} == (set() if verdict == "exact" else {"It cannot be read"})
     if verdict == "exact":
-        gradient = jax.grad(lambda p: loss(p, BATCH).astype(jnp.float32))(PARAMS)
+        gradient = jax.jit(jax.grad(lambda p: loss(p, BATCH).astype(jnp.float32)))(PARAMS)
         want = jax.tree.map(jnp.subtract, PARAMS, gradient)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=ROUNDED.get(name, 1e-6))
@@ -886,7 +886,7 @@ def test_pairs_of_neighbours_that_are_dealt_out_whole_add_up():
         return -jnp.mean(jax.nn.log_sigmoid(chosen - rejected))
 
     assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "exact"
-    got, want = trained(loss, 2, 6), jax.tree.map(jnp.subtract, PARAMS, jax.grad(loss)(PARAMS, BATCH))
+    got, want = trained(loss, 2, 6), jax.tree.map(jnp.subtract, PARAMS, jax.jit(jax.grad(loss))(PARAMS, BATCH))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -914,7 +914,7 @@ def test_no_weight_silences_what_is_certain(name):
 def test_each_micro_batch_counts_by_itself_if_one_says_so(name, weighed, weights):
     """As with `optax.MultiSteps`: by its rows, or as the weight says."""
     got = trained(LOSSES[name], 3, 5, exact=False, **weighed)
-    grads = [jax.grad(LOSSES[name])(PARAMS, part) for part in parted((3, 5))]
+    grads = [jax.jit(jax.grad(LOSSES[name]))(PARAMS, part) for part in parted((3, 5))]
     mean = jax.tree.map(lambda *leaves: np.average(leaves, 0, weights), *grads)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(optax.tree.sub(PARAMS, mean)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -963,11 +963,11 @@ def test_a_weight_that_the_batch_alone_does_not_tell_is_taken(how):
     with pytest.raises(ValueError, match="(?s)The batch alone does not tell.*the model decides.*weight= in a call"):
         trained(over_gates, 3, 5)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step, params, state = optax_accum.value_and_apply_gradients(GATED[how], tx), PARAMS, tx.init(PARAMS)
+    step, params, state = jax.jit(optax_accum.value_and_apply_gradients(GATED[how], tx)), PARAMS, tx.init(PARAMS)
     for part in parted((3, 5)):
         weight = {"weight": jnp.sum(gated(PARAMS, part))} if how == "weight" else {}
         _, params, state = step(params, state, part, **weight)
-    want = optax.tree.sub(PARAMS, jax.grad(over_gates)(PARAMS, BATCH))
+    want = optax.tree.sub(PARAMS, jax.jit(jax.grad(over_gates))(PARAMS, BATCH))
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -981,7 +981,7 @@ def test_a_weight_that_another_argument_decides_is_taken():
 
     classes = jnp.linspace(0.5, 2, WORDS)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step, params, state = optax_accum.value_and_apply_gradients(of_classes, tx), PARAMS, tx.init(PARAMS)
+    step, params, state = jax.jit(optax_accum.value_and_apply_gradients(of_classes, tx)), PARAMS, tx.init(PARAMS)
     with pytest.raises(ValueError, match="(?s)The batch alone.*the argument weights decides, too.*weight= in a call"):
         step(params, state, BATCH, classes)
     for part in parted((3, 5)):

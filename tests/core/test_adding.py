@@ -125,32 +125,36 @@ AS_ANOTHER = {  # as from the end, with a start, as two terms of one loop, as br
 }
 
 
-@pytest.mark.parametrize("name", sweep(PROGRAMS, but=PROGRAMS.keys() - AS_ANOTHER))
-def test_results_are_added_to_sums(name):
-    program = PROGRAMS[name]
-    found = jax.jit(lambda x: added(program, x)[0])(X)
-    nothing = added(lambda x: [0 * leaf for leaf in program(x)], X)[0]
-    assert "no layers" in name or any(map(np.any, jax.tree.map(jnp.subtract, found, nothing)))
-    close(found, expected(program, X))
+def of_all(run):
+    """What a function makes of each program, by name: all are one program, which is compiled once."""
+    return jax.jit(lambda *args: {name: run(program, *args) for name, program in PROGRAMS.items()})
+
+
+def test_results_are_added_to_sums():
+    found = of_all(lambda program, x: added(program, x)[0])(X)
+    close(found, of_all(expected)(X))
+    nothing = of_all(lambda program, x: expected(program, x, scale=0.0))(X)
+    assert not [name for name in PROGRAMS if all(map(np.array_equal, found[name], nothing[name]))]
+
+
+@pytest.mark.sweep
+def test_they_are_under_vmap():
+    xs = jnp.stack([X, -2 * X])
+    found = of_all(lambda program, xs: jax.vmap(lambda x: added(program, x)[0])(xs))(xs)
+    close(found, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(of_all(expected), xs)))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_they_are_under_vmap_and_outside_jit(name):
-    program, xs = PROGRAMS[name], jnp.stack([X, -2 * X])
-    want = [expected(program, x) for x in xs]
-    found = jax.jit(jax.vmap(lambda x: added(program, x)[0]))(xs)
-    close(found, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
-    close(added(program, X)[0], want[0])
+def test_they_are_outside_jit(name):
+    close(added(PROGRAMS[name], X)[0], expected(PROGRAMS[name], X))
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_they_are_differentiated(name):
-    program = PROGRAMS[name]
+def test_they_are_differentiated():
     total = lambda leaves: sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves)
-    found = jax.jit(jax.grad(lambda x: total(added(program, x)[0])))(X)
-    close(found, jax.grad(lambda x: total(expected(program, x)))(X), rtol=1e-5)
+    of = lambda sums: of_all(lambda program, x: jax.grad(lambda x: total(sums(program, x)))(x))(X)
+    close(of(lambda program, x: added(program, x)[0]), of(expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", sweep(PROGRAMS, but=["a slice in a branch"]))

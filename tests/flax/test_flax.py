@@ -38,21 +38,6 @@ from tests.versions import since
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
-@pytest.mark.sweep
-def test_one_line_changes_and_the_update_is_that_of_the_whole_batch():
-    plain = created(optax.adam(0.1), train_state.TrainState)
-    whole = plain.apply_gradients(grads=gradient(plain, (X, Y))[1])
-    state = created(optax_accum.accumulate_gradients(optax.adam(0.1), every=3), metrics=("loss",))
-    for number, batch in enumerate(micro_batches(), start=1):
-        value, grads = gradient(state, batch)
-        state = state.apply_gradients(grads=grads, weight=len(batch[0]), metrics={"loss": value})
-        assert (int(state.updates), int(state.step)) == (number // 3, number)
-    close(state.params, whole.params, 1e-5)
-    assert_allclose(state.window_metrics()["loss"], gradient(plain, (X, Y))[0], rtol=1e-6)
-    state = state.apply_gradients(grads=gradient(state, (X, Y))[1], metrics={"loss": 7.0})
-    assert_allclose(state.window_metrics()["loss"], 7)  # the next window begins anew
-
-
 def test_extra_arguments_reach_the_optimizer_and_fields_are_replaced():
     seen = []
 
@@ -63,7 +48,8 @@ def test_extra_arguments_reach_the_optimizer_and_fields_are_replaced():
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     state = created(optax_accum.accumulate_gradients(inner, every=None))
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    state = state.apply_gradients(grads=zeros, flush=True, extra="here", apply_fn="new")
+    step = lambda state: state.apply_gradients(grads=zeros, flush=True, extra="here", apply_fn="new")
+    state = jax.eval_shape(step, state)
     assert "here" in seen
     assert state.apply_fn == "new"
 
@@ -82,36 +68,19 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
     assert (moved.step, moved.updates) == (2, 2)
 
 
-@pytest.mark.sweep
-def test_batch_statistics_make_one_exact_step_for_each_update():
-    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=3)
-    state = created(tx, norm=True)
-    want = normalised(state, (X, Y))[1]
-    for _ in range(2):
-        for batch in micro_batches():
-            before = state.batch_stats
-            grads, stats = normalised(state, batch)
-            state = state.apply_gradients(grads=grads, batch_stats=stats, weight=len(batch[0]))
-            if not optax_accum.has_updated(state.opt_state):
-                equal(state.batch_stats, before)
-        close(state.batch_stats, want)
-        want = normalised(state, (X, Y))[1]
-    var = want["BatchNorm_0"]["var"]
-    naive = [normalised(state, batch)[1]["BatchNorm_0"]["var"] for batch in micro_batches()]
-    assert np.max(np.abs(np.average(naive, axis=0, weights=ROWS) - var)) > 1e-3  # the mean of variances is not it
-
-
 def test_statistics_count_by_stats_weight_beside_a_weight_of_tokens():
     """docs/flax.md says so, and that they count by the tokens without it."""
     state = created(optax_accum.accumulate_gradients(optax.set_to_zero(), every=3), norm=True)
     given = [normalised(state, batch) for batch in micro_batches()]
 
+    @jax.jit
+    def step(run, of_batch, **weights):
+        return run.apply_gradients(grads=of_batch[0], batch_stats=of_batch[1], **weights)
+
     def merged(told):
         run = state
-        for tokens, rows, (grads, stats) in zip((5.0, 1.0, 9.0), ROWS, given, strict=True):
-            run = run.apply_gradients(
-                grads=grads, batch_stats=stats, weight=tokens, stats_weight=rows if told else None
-            )
+        for tokens, rows, of_batch in zip((5.0, 1.0, 9.0), ROWS, given, strict=True):
+            run = step(run, of_batch, weight=tokens, **({"stats_weight": rows} if told else {}))
         return run.batch_stats["BatchNorm_0"]["mean"]
 
     want = normalised(state, (X, Y))[1]["BatchNorm_0"]["mean"]
@@ -300,92 +269,11 @@ def test_fp8_statistics_within_a_call_are_those_of_the_whole_batch():
     equal(of_inputs(partial), of_inputs(whole))
 
 
-@pytest.mark.sweep
-def test_a_schedule_an_average_and_a_log_act_once_per_update():
-    """Done naively, with Flax's own state, each of the three acts three times as often as it should."""
-    schedule = lambda step: 0.1 / (1 + step)
-    state = created(optax_accum.accumulate_gradients(optax.sgd(schedule), every=3))
-    outside = optax.chain(optax_accum.accumulate_gradients(optax.sgd(1.0), every=3), optax.scale_by_schedule(schedule))
-    naive = created(outside, train_state.TrainState)  # its schedule stands outside the window
-    whole = created(optax.sgd(schedule), train_state.TrainState)
-    wanted, average, naive_average = (each.params for each in (whole, state, naive))
-    logged, naive_logged = [], []
-    for _ in range(2):
-        whole = whole.apply_gradients(grads=gradient(whole, (X, Y))[1])
-        wanted = optax.incremental_update(whole.params, wanted, 0.1)
-        for batch in [(X[rows], Y[rows]) for rows in (slice(0, 4), slice(4, 8), slice(8, 12))]:
-            state = state.apply_gradients(grads=gradient(state, batch)[1])
-            naive = naive.apply_gradients(grads=gradient(naive, batch)[1])
-            naive_average = optax.incremental_update(state.params, naive_average, 0.1)
-            naive_logged.append(int(naive.step))
-            if optax_accum.has_updated(state.opt_state):
-                average = optax.incremental_update(state.params, average, 0.1)
-                logged.append(int(state.updates))
-    assert (logged, naive_logged) == ([1, 2], [1, 2, 3, 4, 5, 6])
-    close(state.params, whole.params)
-    close(average, wanted)
-    assert distance(naive_average, wanted) > 10 * distance(average, wanted) > 0
-    assert int(naive.opt_state[1].count) == 6  # the schedule has been asked six times, twice was meant
-    assert int(state.opt_state.inner_opt_state[-1].count) == 2
-    assert distance(naive.params, whole.params) > 100 * distance(state.params, whole.params)
-
-
-def distance(tree, other):
-    return float(optax.tree.norm(optax.tree.sub(tree, other)))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("norm", [False, True])
-def test_train_step(norm):
-    def fun(params, batch, key, state):
-        x, labels = batch
-        variables = {"params": params, **({"batch_stats": state.batch_stats} if norm else {})}
-        logits, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-        accuracy = (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
-        return cross_entropy(logits, labels), {"metrics": {"accuracy": accuracy}, **new}
-
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-    state = created(tx, norm=norm, metrics=("loss", "accuracy"))
-    whole = created(optax.sgd(0.1), train_state.TrainState)
-    want, stats = gradient(whole, (X, Y)), normalised(state, (X, Y))[1] if norm else None
-    step = accum.linen.train_step(fun, num_microbatches=2, exact=not norm)
-    for rows in (slice(0, 8), slice(8, 12)):
-        state, metrics = step(state, (X[rows], Y[rows]), jax.random.key(0))
-    assert (int(state.updates), int(state.step)) == (1, 2)
-    if norm:  # each call is normalised by itself, as the docs say; its statistics are those of all rows
-        close(state.batch_stats, stats)
-    else:
-        close(state.params, whole.apply_gradients(grads=want[1]).params)
-        assert_allclose(metrics["loss"], want[0], rtol=1e-6)
-
-
-@pytest.mark.sweep
-def test_statistics_count_by_rows_whatever_the_weight():
-    """The loss counts the labels that are known; BatchNorm sees every row."""
-    known = jnp.arange(12) < 5
-
-    def fun(params, batch, key, state):
-        x, labels, known = batch
-        logits, new = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return jnp.sum(known * each) / jnp.maximum(known.sum(), 1), new
-
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-    state = created(tx, norm=True, metrics=("loss",))
-    want = normalised(state, (X, Y))[1]
-    weight_fn = lambda batch: 1e-6 + batch[2].sum()
-    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=weight_fn, exact=False)
-    for rows in (slice(0, 8), slice(8, 12)):
-        state, _ = step(state, (X[rows], Y[rows], known[rows]), jax.random.key(0))
-    close(state.batch_stats, want)
-
-
 def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
     """`dog` keeps the parameters that it began with in its state: the same buffer, which is donated only once."""
     tx = optax_accum.accumulate_gradients(optax.contrib.dog(), every=2)
     state = created(tx, metrics=("loss",))
-    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    step = accum.linen.train_step(fun, num_microbatches=2)
+    step = accum.linen.train_step(loss_of, num_microbatches=2)
     for number in range(3):
         given, (state, _) = state, step(state, (X, Y), jax.random.key(number))
     assert step._cache_size() == 1
@@ -453,40 +341,19 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
     close(state.batch_stats if norm else state.params, want)
 
 
+def loss_of(params, batch, key, state):
+    return cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("norm", [False, True])
-def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
-    """Micro-batches within the call only: no window, and no warning that there is none."""
-
-    def fun(params, batch, key, state):
-        variables = {"params": params, **({"batch_stats": state.batch_stats} if norm else {})}
-        logits, new = state.apply_fn(variables, batch[0], mutable=["batch_stats"])
-        return cross_entropy(logits, batch[1]), new
-
+def test_a_train_step_of_an_optimizer_that_does_not_accumulate():
+    """No window, no warning that there is none, and no names of metrics: they are those of the call (docs/flax.md)."""
+    state = created(optax.sgd(0.1))
+    loss, grads = gradient(state, (X, Y))
+    want = state.apply_gradients(grads=grads).params
     warn_of_no_window.cache_clear()
-    state = whole = created(optax.sgd(0.1), norm=norm)
-    loss = gradient(whole, (X, Y))[0] if not norm else None
-    state, metrics = accum.linen.train_step(fun, num_microbatches=3)(
-        jax.tree.map(jnp.array, state), (X, Y), jax.random.key(0)
-    )
-    assert int(state.updates) == 1
-    if norm:
-        close(state.batch_stats, normalised(whole, (X, Y))[1])
-    else:
-        close(state.params, whole.apply_gradients(grads=gradient(whole, (X, Y))[1]).params)
-        assert_allclose(metrics["loss"], loss, rtol=1e-6)
-
-
-@pytest.mark.sweep
-def test_a_train_step_is_flushed():
-    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    whole = created(optax.sgd(0.1), train_state.TrainState)
-    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=None), metrics=("loss",))
-    step = accum.linen.train_step(fun, num_microbatches=2)
-    state, _ = step(state, (X[:8], Y[:8]), jax.random.key(0), flush=False)
-    state, metrics = step(state, (X[8:], Y[8:]), jax.random.key(0), flush=True)
-    loss, grads = gradient(whole, (X, Y))
-    close(state.params, whole.apply_gradients(grads=grads).params)
+    state, metrics = accum.linen.train_step(loss_of, num_microbatches=3)(state, (X, Y), jax.random.key(0))
+    close(state.params, want)
     assert_allclose(metrics["loss"], loss, rtol=1e-6)
 
 
@@ -789,8 +656,7 @@ def test_what_the_fun_of_a_train_step_returns(out, norm, error, message):
 
 def test_a_train_step_takes_one_weight():
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("loss",))
-    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
+    step = accum.linen.train_step(loss_of, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
     with pytest.raises(ValueError, match=r"takes one weight for a micro-batch: weight_fn returned \['rows'\]"):
         step(state, (X, Y), jax.random.key(0))
 
@@ -812,32 +678,9 @@ def test_where_sums_go_is_the_optimizers(make):
 
 @pytest.mark.parametrize("make", [accum.linen.train_step, accum.nnx.train_step], ids=["linen", "nnx"])
 def test_a_train_step_that_is_not_told_how_to_split_says_what_leaves_the_batch_whole(make):
-    """`test_train_step_across_calls_alone` does what it says."""
+    """The steps of test_weights.py do what it says."""
     with pytest.raises(ValueError, match=r"must be given.*To accumulate across calls alone, pass num_microbatches=1"):
         make(lambda *_: None)
-
-
-@pytest.mark.sweep
-def test_train_step_across_calls_alone():
-    plain = created(optax.sgd(0.1), train_state.TrainState)
-    whole = plain.apply_gradients(grads=gradient(plain, (X, Y))[1])
-    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=3), metrics=("loss",))
-    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    step = accum.linen.train_step(fun, num_microbatches=1)
-    for batch in micro_batches():
-        state, _ = step(state, batch, jax.random.key(0))
-    assert int(state.updates) == 1
-    close(state.params, whole.params)
-
-
-@pytest.mark.sweep
-def test_a_train_step_of_another_optimizer_needs_no_names_of_metrics():
-    """docs/flax.md says so: its metrics are those of the call."""
-    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    state = created(optax.sgd(0.1))
-    loss = gradient(state, (X, Y))[0]
-    _, metrics = accum.linen.train_step(fun, num_microbatches=2)(state, (X, Y), jax.random.key(0))
-    assert_allclose(metrics["loss"], loss, rtol=1e-6)
 
 
 def test_the_weight_that_flax_takes_for_a_field():
@@ -873,11 +716,7 @@ def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
         assert acc["layers_2"]["kernel"] == jax.P("data", "tensor", None)
         where = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
         state = jax.jit(create, out_shardings=where)(params)
-        fun = lambda params, batch, key, state: (
-            cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]),
-            {},
-        )
-        step = accum.linen.train_step(fun, num_microbatches=1)
+        step = accum.linen.train_step(loss_of, num_microbatches=1)
         for part in (slice(0, 8), slice(8, 12)):
             batch = jax.device_put((X[part], Y[part]), jax.NamedSharding(mesh, jax.P("data")))
             state, _ = step(state, batch, jax.random.key(0))
@@ -888,18 +727,14 @@ def test_no_accumulator_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 1, devices="data"), metrics=("loss",))
-        fun = lambda params, batch, key, state: (
-            cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]),
-            {},
-        )
         want = state.params, gradient(state, (X, Y))[1]
         want = jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), *want)
         with pytest.raises(ValueError, match="adds over the devices of its optimizer"):
-            accum.linen.train_step(fun, num_microbatches=1, devices="other")(state, (X, Y), jax.random.key(0))
-        state, _ = accum.linen.train_step(fun, num_microbatches=1)(state, (X, Y), jax.random.key(0))
+            accum.linen.train_step(loss_of, num_microbatches=1, devices="other")(state, (X, Y), jax.random.key(0))
+        state, _ = accum.linen.train_step(loss_of, num_microbatches=1)(state, (X, Y), jax.random.key(0))
         tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, devices="data")
         for options in ({"dtype": jnp.bfloat16}, {"overlap": True}):
-            step = accum.linen.train_step(fun, num_microbatches=1, devices=optax_accum.Devices("data", **options))
+            step = accum.linen.train_step(loss_of, num_microbatches=1, devices=optax_accum.Devices("data", **options))
             with pytest.raises(ValueError, match="dtype and the overlap of devices=.*give dtype to accumulate"):
                 step(created(tx, metrics=("loss",)), (X, Y), jax.random.key(0))
     close(state.params, want)

@@ -22,7 +22,7 @@ from tests.tiers import sweep
 
 MASK = np.array([0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 0], "f")
 W = RNG.normal(size=(6, 3)).astype("f")
-SIZES = (2, 6, 4)
+SIZES = (2, 8, 2)  # a program for each size
 
 
 def each_of(w, batch):
@@ -139,16 +139,16 @@ def test_it_is_what_the_loss_divides_by(trained, tx):
 
 @one_of
 def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
-    """The window's sum is 1.75, of its calls 0.25, 1 and 0.5; metrics count so, too."""
+    """The window's sum is 1.75, of its calls 0.25, 1.25 and 0.25; metrics count so, too."""
     assert_whole(trained(fractional, window(), SIZES, jax.device_put), fractional)
 
 
 @each
 @pytest.mark.parametrize("loss", [of_few, soft, *sweep([uncounted])])
 def test_a_call_that_counts_nothing_adds_its_loss(trained, loss):
-    counts = [jnp.sum(batch[2] * (batch[1] == 1)) for batch in batches((1, 7, 4), jnp.asarray)]
+    counts = [jnp.sum(batch[2] * (batch[1] == 1)) for batch in batches((1, 10, 1), jnp.asarray)]
     assert min(counts) == 0 < max(counts)
-    found = trained(loss, window(), (1, 7, 4), jax.device_put, num_microbatches=1)
+    found = trained(loss, window(), (1, 10, 1), jax.device_put, num_microbatches=1)
     assert_whole(found, uncounted if loss is of_few else loss)
 
 

@@ -133,6 +133,7 @@ def test_less_is_kept_where_more_may_run_again():
     assert kept == sorted(kept, reverse=True)
     assert kept[0] == DEPTH
     assert kept[-1] <= 2
+    assert optax_accum.explain(chain, params, x).kept_bytes / x.nbytes == kept[0]  # on a CPU
 
 
 def products(share):

@@ -6,10 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from optax_accum import Ratio, accumulate_gradients, explain
+from optax_accum import Ratio, explain
 from tests.rows import losses
 
 RNG = np.random.RandomState(0)
@@ -29,6 +28,13 @@ BATCH = {
     "tokens": jnp.asarray(RNG.rand(ROWS, 4) < 0.7, jnp.float32),
 }
 TOKENS = 8.0
+
+
+def text_of(found):
+    """What it prints, which fits a terminal of 80 columns."""
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    return text
 
 
 def line_of(loss):
@@ -67,12 +73,12 @@ def test_a_weight_is_read_off_the_loss(loss):
     assert float(found.weight(BATCH)) == pytest.approx(WEIGHED[loss], rel=1e-6)
     (weight,) = found.weights
     if WEIGHED[loss] == ROWS:
-        assert "number of rows" in str(found)
+        assert "number of rows" in text_of(found)
         assert weight.place is None
     else:
         leaf = "batch['tokens']" if loss is losses.all_tokens else "batch['mask']"
         assert (str(weight.place), weight.of) == (line_of(loss), (leaf,))
-        assert f"{line_of(loss)}, computed from {leaf}" in " ".join(str(found).split())
+        assert f"{line_of(loss)}, computed from {leaf}" in " ".join(text_of(found).split())
 
 
 def test_a_weight_names_the_arrays_of_the_batch_that_it_is_computed_from():
@@ -168,21 +174,6 @@ def test_parts_weighed_so_add_up_to_the_whole_batch(loss, gradients):
     assert weights[0] != weights[1]  # else an equal mean would do
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "loss", [losses.masked, losses.guarded_by_maximum, losses.mean], ids=lambda loss: loss.__name__
-)
-def test_a_weight_gives_the_gradient_of_the_whole_batch_across_calls(loss):
-    weight = explain(loss, PARAMS, BATCH).weight
-    tx = accumulate_gradients(optax.sgd(1.0), every=3)
-    step = jax.jit(lambda state, part: tx.update(jax.grad(loss)(PARAMS, part), state, PARAMS, weight=weight(part)))
-    state = tx.init(PARAMS)
-    for rows in (slice(0, 3), slice(3, 9), slice(9, 16)):
-        updates, state = step(state, part_of(rows))
-    whole = jax.grad(loss)(PARAMS, BATCH)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, atol=1e-5), updates, whole)
-
-
 REFUSED = {  # a loss, and why it has no weight
     losses.normalised_rows: "each row takes a mean over rows",
     losses.batch_norm: "each row takes a mean over rows",
@@ -212,7 +203,7 @@ def test_a_reason_against_a_weight_names_its_line(loss):
     assert found.weights == ()
     assert any(REFUSED[loss] in reason and reason.endswith(line_of(loss)) for reason in found.reasons), found.reasons
     text = {"not exact": "no weight gives the whole batch's gradient", "cannot be read": "it cannot be read how much"}
-    assert text[found.verdict] in str(found)
+    assert text[found.verdict] in text_of(found)
 
 
 def test_a_plain_sum_is_added():
@@ -233,7 +224,7 @@ def test_a_loss_without_rows_takes_any_weight():
 def test_two_terms_have_a_weight_each():
     found = explain(losses.two_terms, PARAMS, BATCH)
     assert [float(count) for count in found.weight(BATCH)] == [16, TOKENS]
-    assert "one weight is not enough" in str(found)
+    assert "one weight is not enough" in text_of(found)
 
 
 def test_terms_of_a_dict_have_weights_by_name():
@@ -306,23 +297,6 @@ def test_batch_norm_keeps_its_rows_between_loops():
     assert coupling.kept_bytes == 16 * 5 * 4
     assert found.kept_bytes >= coupling.kept_bytes
     assert "Between loops" in str(found)
-
-
-def normed_layers(params, batch):
-    h = batch["x"]
-    for w in params:
-        h = h @ w
-        h = jnp.tanh((h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-5))
-    return (h**2).mean()
-
-
-@pytest.mark.sweep
-def test_what_is_kept_falls_with_what_may_run_again():
-    layers = [normal(6, 6) for _ in range(6)]
-    kept = [explain(normed_layers, layers, BATCH, recompute=share).kept_bytes for share in (0, 0.6, 2, 10)]
-    assert kept == sorted(kept, reverse=True)
-    assert kept[0] >= 2 * kept[-1] > 0
-    assert explain(normed_layers, layers, BATCH).kept_bytes == kept[0]  # on a CPU
 
 
 def test_loops_are_those_of_the_gradient():
@@ -433,11 +407,6 @@ def test_a_line_inside_a_function_of_a_library_is_the_users():
     assert numbers == {first + 1, first + 2, first + 3}
 
 
-def test_text_fits_a_terminal():
-    for loss in [*WEIGHED, *REFUSED, losses.two_terms]:
-        assert all(len(line) <= 80 for line in str(explain(loss, PARAMS, BATCH)).splitlines())
-
-
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
@@ -463,8 +432,3 @@ def test_a_loss_for_one_number_of_rows_is_refused():
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(TypeError, match="scalar"):
         explain(losses.nll, PARAMS, BATCH)
-
-
-def test_a_key_that_a_loss_makes_is_read():
-    loss = lambda w, x: jnp.mean((x @ w) ** 2) * jax.random.uniform(jax.random.split(jax.random.key(0), 2)[1])
-    assert explain(loss, jnp.ones(3), jnp.ones((8, 3))).verdict == "exact"

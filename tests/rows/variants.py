@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.rows import equations
-from tests.rows import test_primitives as fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,26 +92,61 @@ def variant(name, number):
 
 # Entry by entry
 
+UNARY = {
+    "p": "acos asin atanh erf_inv log sqrt rsqrt digamma lgamma",
+    "": "abs asinh atan bessel_i0e bessel_i1e cbrt ceil cos cosh erf erfc exp exp2 expm1 floor is_finite logistic neg "
+    "round sign sin sinh square tan tanh stop_gradient",
+    "i": "clz population_count",
+    "b": "not",
+    "c": "conj imag real",
+}
+BINARY = {
+    "": "add atan2 div eq ge gt le lt max min mul ne nextafter rem sub complex",
+    "p": "igamma igammac igamma_grad_a pow random_gamma_grad",
+    "b": "and or xor",
+    "i": "shift_left shift_right_arithmetic shift_right_logical",
+}
+FUNCTIONS = {  # where JAX names them otherwise
+    "not": lax.bitwise_not,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+    "acosh": lambda x: lax.acosh(1 + x),
+    "copy": lambda x: jnp.array(x, copy=True),
+    "convert_element_type": lambda x: x.astype(jnp.float16),
+    "integer_pow": lambda x: x**3,
+    "reduce_precision": lambda x: lax.reduce_precision(x, 5, 4),
+    "log1p": lax.log1p,
+    "name": lambda x: checkpoint_name(x, "kept"),
+    "device_put": jax.device_put,
+    "random_unwrap": jax.random.key_data,
+    "log2": getattr(lax, "log2", jnp.log2),
+}
+KINDS = {"acosh": "p", "log1p": "p", "log2": "p"}
 LITERALS = {"": 0.5, "p": 0.5, "i": 2, "b": True}
 
 
+def _used_twice(x):
+    return jax.vjp(lambda x: (jnp.sin(x), jnp.cos(x)), x)[1]((x, x))
+
+
 def _entries():
-    for table, count in ((fixed.UNARY, 1), (fixed.BINARY, 2)):
+    for table, count in ((UNARY, 1), (BINARY, 2)):
         for kind, names in table.items():
             for name in names.split():
-                fun = fixed.FUNCTIONS.get(name) or getattr(lax, name, None)
+                fun = FUNCTIONS.get(name) or getattr(lax, name, None)
                 if fun is not None:
                     yield name, fun, [kind] * count
-    for name, fun in fixed.FUNCTIONS.items():
+    for name, fun in FUNCTIONS.items():
         if name in ["acosh", "copy", "convert_element_type", "integer_pow", "log1p", "name", "device_put", "log2"]:
-            yield name, fun, [fixed.KINDS.get(name, "")]
+            yield name, fun, [KINDS.get(name, "")]
     yield "reduce_precision", lambda x: lax.reduce_precision(x, 8, 20), [""]
     yield "polygamma", lax.polygamma, ["p", "p"]
     yield "zeta", lambda a, b: lax.zeta(a + 2, b), ["p", "p"]
     yield "regularized_incomplete_beta", lax.betainc, ["p", "p", "p"]
     yield "clamp", lax.clamp, ["", "", ""]
     yield "select_n", lax.select_n, ["b", "", ""]
-    yield "add_any", fixed._used_twice, [""]
+    yield "add_any", _used_twice, [""]
     yield "one_minus_square", lambda x: jax.jvp(jnp.tanh, (x,), (x,)), [""]
 
 
@@ -274,18 +309,18 @@ def _of_kernel(convolve):
     return gradient
 
 
-def _square(x):
+def square(x):
     return x @ jnp.swapaxes(x, -1, -2) + jnp.eye(x.shape[-2])[(None,) * (x.ndim - 2)]
 
 
 OF_MATRICES = {
-    "cholesky": lambda x: lax.linalg.cholesky(_square(x)),
-    "eigh": lambda x: lax.linalg.eigh(_square(x)),
+    "cholesky": lambda x: lax.linalg.cholesky(square(x)),
+    "eigh": lambda x: lax.linalg.eigh(square(x)),
     "lu": lax.linalg.lu,
     "qr": lax.linalg.qr,
     "svd": lambda x: lax.linalg.svd(x, compute_uv=False),
     "geqrf": lax.linalg.qr,
-    "triangular_solve": lambda x: lax.linalg.triangular_solve(_square(x), x, left_side=True),
+    "triangular_solve": lambda x: lax.linalg.triangular_solve(square(x), x, left_side=True),
 }
 
 
@@ -480,9 +515,16 @@ def barriers(draw, name):
     return lambda rows, *xs: lax.optimization_barrier(xs), *operands
 
 
+def alone(kind):
+    """The one device, as a mesh."""
+    types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=types, devices=jax.devices()[:1])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
 @of("sharding_constraint reshard")
 def shardings(draw, name):
-    there = fixed._alone("Auto" if name == "sharding_constraint" else "Explicit")
+    there = alone("Auto" if name == "sharding_constraint" else "Explicit")
     put = lax.with_sharding_constraint if name == "sharding_constraint" else getattr(jax.sharding, "reshard", None)
     return lambda rows, x: put(x, there) if put else x, Operand("", draw.dims(0, 2))
 

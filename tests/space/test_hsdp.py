@@ -111,17 +111,6 @@ def test_replicas_exchange_one_shard_whatever_k_is(mesh, k):
     assert reduction.bytes == COPY / SHARDS + 4  # and the loss
 
 
-@pytest.mark.sweep
-def test_in_a_scan_they_exchange_it_for_each_micro_batch():
-    """And that the test above could have failed."""
-    mesh = jax.make_mesh((REPLICAS, SHARDS), ("replica", "shard"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
-        params, batch = place(mesh, host_params(), P("shard")), place(mesh, host_batch(), BOTH)
-        jitted = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8), out_shardings=(None, shardings(params)))
-        found = between_replicas(jitted, params, batch)
-    assert sum(op.times * op.bytes for op in found if op.place == "loop") >= 8 * COPY / SHARDS
-
-
 BATCHES = [host_batch(seed) for seed in range(3)]
 
 

@@ -183,13 +183,16 @@ LOSSES = [
 VALUE_AND_GRAD = P(), SHARDS
 
 
-def mapped(run, data, out_specs=VALUE_AND_GRAD, *, check_vma=True):
-    """Runs a function of parameters and rows in a `jax.shard_map`; without devices along "data" all rows are on each."""
+def inside(run, data, out_specs=VALUE_AND_GRAD, *, check_vma=True):
+    """A function of parameters and rows in a `jax.shard_map`; without devices along "data" all rows are on each."""
     dealt = DEALT if data else {name: P(None, *spec[1:]) for name, spec in DEALT.items()}
-    inside = jax.shard_map(
+    return jax.shard_map(
         run, mesh=paths.mesh_with_tp(data or 1, 2), in_specs=(SHARDS, dealt), out_specs=out_specs, check_vma=check_vma
     )
-    return jax.tree.map(np.asarray, jax.jit(inside)(PARAMS, BATCH))
+
+
+def mapped(run, *where, **options):
+    return jax.tree.map(np.asarray, jax.jit(inside(run, *where, **options))(PARAMS, BATCH))
 
 
 @functools.cache
@@ -237,24 +240,22 @@ def test_across_calls_such_a_loss_says_how_much_a_micro_batch_counts(loss, every
     close(mapped(updated(loss, every), 2, SHARDS), want)
 
 
-def test_across_calls_a_mean_of_devices_that_count_differently_has_no_weight():
-    """Each device along "tp" has tokens of its own: the mean of their means is no sum over a count."""
-    uneven = lambda p, b: lax.pmean(jnp.sum(b["counts"] * (b["tokens"] @ p["b"]) ** 2) / jnp.sum(b["counts"]), "tp")
-    with pytest.warns(UserWarning, match=r"psum.* of what a sum over rows divides.*\n.*weight_fn"):
-        mapped(updated(uneven, 2), 2, SHARDS)
+def of_own_tokens(p, b):
+    """Each device along "tp" has some: the mean of their means is no sum over a count."""
+    return lax.pmean(jnp.sum(b["counts"] * (b["tokens"] @ p["b"]) ** 2) / jnp.sum(b["counts"]), "tp")
 
 
-def test_nor_where_types_do_not_tell_that_devices_count_alike():
-    with pytest.warns(UserWarning, match=r"psum.* of what a sum over rows divides.*\n.*weight_fn"):
-        mapped(updated(averaged, 2), 2, SHARDS, check_vma=False)
-
-
-def test_what_a_device_adds_to_a_count_makes_it_another():
+def by_device(p, b):
     """The batch is the same along "tp": the device's number is not."""
-    by_device = lambda p, b: jnp.sum(b["mask"] * (1.0 + lax.axis_index("tp")))
-    loss = lambda p, b: lax.pmean(jnp.sum(b["mask"] * (b["x"] @ p["b"]) ** 2) / by_device(p, b), "tp")
+    count = jnp.sum(b["mask"] * (1.0 + lax.axis_index("tp")))
+    return lax.pmean(jnp.sum(b["mask"] * (b["x"] @ p["b"]) ** 2) / count, "tp")
+
+
+@pytest.mark.parametrize(("loss", "check_vma"), [(of_own_tokens, True), (by_device, True), (averaged, False)])
+def test_across_calls_a_mean_of_devices_that_may_count_differently_has_no_weight(loss, check_vma):
+    """Without types nothing tells that they count alike."""
     with pytest.warns(UserWarning, match=r"psum.* of what a sum over rows divides.*\n.*weight_fn"):
-        mapped(updated(loss, 2), 2, SHARDS)
+        jax.eval_shape(inside(updated(loss, 2), 2, SHARDS, check_vma=check_vma), PARAMS, BATCH)
 
 
 def coupled(p, b):
@@ -297,8 +298,9 @@ def test_along_the_devices_a_loss_is_refused_with_what_else_to_do(check_vma):
 def test_across_calls_such_a_loss_warns_or_has_a_weight():
     only_loss = lambda p, b: coupled(p, b)[0]
     with pytest.warns(UserWarning, match=r"counts by its rows:\n.*other devices of \('data',\).*\n.*weight_fn"):
-        mapped(updated(only_loss, 2), 2, SHARDS)
-    mapped(updated(only_loss, 2, weight_fn=lambda b: b["mask"].sum() + 1), 2, SHARDS)  # the remedy
+        jax.eval_shape(inside(updated(only_loss, 2), 2, SHARDS), PARAMS, BATCH)
+    weighed = updated(only_loss, 2, weight_fn=lambda b: b["mask"].sum() + 1)  # the remedy
+    jax.eval_shape(inside(weighed, 2, SHARDS), PARAMS, BATCH)
 
 
 def run_with_own(loss, k=2):

@@ -22,6 +22,7 @@ from tests.versions import JAX, since
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 SHAPES = {"data": {"data": 8}, "data x tensor": {"data": 4, "tensor": 2}}
 ROWS, WIDTH, HIDDEN = 64, 16, 32
+BY_DATA = P("data")
 GRADIENT_BYTES = 4 * (WIDTH * HIDDEN + HIDDEN + HIDDEN)
 INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))  # needs the norm of all
 
@@ -114,6 +115,13 @@ def made(tx, params, **options):
     return state, (jax.tree.map(lambda leaf: leaf.sharding, params), where)
 
 
+def collectives_of_a_micro_step(mesh, tx, params):
+    state, where = made(tx, params)
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+    step = jax.jit(step, out_shardings=(None, *where))
+    return collectives(step, params, state, place(mesh, host_batch(), P("data")))
+
+
 # Within a call
 
 
@@ -150,20 +158,6 @@ def test_one_reduction_whatever_k_is_and_no_row_moves(data_mesh, k):
 
 
 @pytest.mark.sweep
-def test_by_hand_there_is_one_reduction_for_each_micro_batch(data_mesh):
-    """What the others do; and that the tests above could have failed."""
-    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-
-    def naive(params, batch):
-        split = jax.tree.map(lambda leaf: leaf.reshape(-1, 4, *leaf.shape[1:]).swapaxes(0, 1), batch)
-        add = lambda total, micro: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, micro)), None)
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), split)[0]
-
-    found = collectives(jax.jit(naive), params, batch)
-    assert found.select(place="loop", min_bytes=64).bytes == 4 * GRADIENT_BYTES
-
-
-@pytest.mark.sweep
 def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     key = jax.random.key(0)
@@ -196,12 +190,12 @@ def test_two_reduced_axes():
 # Across calls
 
 
-def train(mesh, tx, params, batches, step=None, **options):
+def train(mesh, tx, params, batches, step=None, rows=BY_DATA, **options):
     state, where = made(tx, params, **options)
     step = step or optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, *where))
     for batch in batches:
-        _, params, state = step(params, state, place(mesh, batch, P("data")))
+        _, params, state = step(params, state, place(mesh, batch, rows))
     assert step._cache_size() == 1
     jax.tree.map(
         lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(str(leaf)),
@@ -231,11 +225,7 @@ def test_a_held_micro_step_communicates_nothing(data_mesh):
     """Every collective stands in a branch that only the closing micro-step takes."""
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-    state, where = made(tx, params)
-    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-    found = collectives(
-        jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data"))
-    )
+    found = collectives_of_a_micro_step(data_mesh, tx, params)
     assert not found.select(place=("outside", "loop"))
     (reduction,) = found.select(min_bytes=64)
     assert reduction.kind == "all-reduce"
@@ -271,14 +261,9 @@ def test_owned_windows_hold_without_any_collective(data_mesh):
 @pytest.mark.sweep
 def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(
-        INNER, every=3, devices=optax_accum.Devices("data", to=optax_accum.sharding.shard_over(params, "data"))
-    )
-    state, where = made(tx, params)
-    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-    found = collectives(
-        jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data"))
-    )
+    to = optax_accum.sharding.shard_over(params, "data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices=optax_accum.Devices("data", to=to))
+    found = collectives_of_a_micro_step(data_mesh, tx, params)
     assert not found.select(place=("outside", "loop"))
     assert found.select("reduce-scatter").bytes == found.select("all-gather").bytes == GRADIENT_BYTES
     assert not found.select("all-reduce", min_bytes=64)
@@ -343,34 +328,12 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
     assert not collectives(jitted, place(data_mesh, host_params(), P()), state, batch).select(place=("outside", "loop"))
 
 
-SPIKE = optax_accum.discard_if(lambda gradient, *_: (~(optax.tree.norm(gradient) < 1e3), ()))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard", SPIKE], ids=["skip", "omit", "discard", "rule"])
-def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
-    bad = {**BATCHES[1], "y": np.where(np.arange(ROWS) == ROWS - 1, np.nan, BATCHES[1]["y"]).astype("f")}
-    bad["mask"] = np.where(np.arange(ROWS) == ROWS - 1, 1, bad["mask"]).astype("f")
-    tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data", nonfinite=nonfinite)
-    batches = [BATCHES[0], bad] + ([BATCHES[2]] if nonfinite == "skip" else [])
-    got, state, _ = train(data_mesh, tx, place(data_mesh, host_params(), P()), batches)
-    kept = [batch for batch in batches if batch is not bad]
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *kept)
-    close(got, host_params() if nonfinite in ("discard", SPIKE) else whole_update(host_params(), joined))
-    numbers = optax_accum.metrics(state)
-    assert (numbers["skipped"], numbers["discarded"]) == ((0, 1) if nonfinite in ("discard", SPIKE) else (1, 0))
-
-
 @pytest.mark.sweep
 def test_agreeing_costs_one_small_number(data_mesh):
     params = place(data_mesh, host_params(), P())
     for nonfinite, limit in (("omit", 8), ("discard", 0)):
         tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data", nonfinite=nonfinite)
-        state, where = made(tx, params)
-        step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-        found = collectives(
-            jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data"))
-        )
+        found = collectives_of_a_micro_step(data_mesh, tx, params)
         assert found.select(place=("outside", "loop")).bytes <= limit
 
 
@@ -521,12 +484,10 @@ def test_no_mesh_in_reach():
         jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2, devices="data"))(host_params(), host_batch())
 
 
-def test_gradients_that_have_been_reduced_already(data_mesh):
+def test_gradients_that_a_shard_map_has_reduced_already(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     state, _ = made(tx, params)
-    with pytest.raises(ValueError, match=r'reduced already.*to="partial"'):
-        jax.jit(tx.update)(params, state, params)
     spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
 
     @jax.jit
@@ -620,12 +581,11 @@ def test_gradients_that_are_partial_sums_over_other_axes():
             tx.update(rows, state, params)
 
 
-@pytest.mark.parametrize("params", [{"s": np.float32(1)}, host_params()], ids=["a scalar", "matrices"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("params", "every"), [({"s": np.float32(1)}, 2), (host_params(), 1)], ids=["scalar", "arrays"])
 def test_gradients_that_are_whole(data_mesh, every, params):
     params = place(data_mesh, params, P())
     tx = optax_accum.accumulate_gradients(INNER, every, devices="data")
-    for step in (tx.update, functools.partial(optax_accum.apply_gradients, tx)):
+    for step in (tx.update, functools.partial(optax_accum.apply_gradients, tx), jax.jit(tx.update)):
         with pytest.raises(ValueError, match=r'reduced already.*to="partial"'):
             step(params, tx.init(params), params)
 
@@ -703,22 +663,14 @@ def test_a_reduction_over_one_device_is_none(kinds, overlap):
         batch = place(mesh, host_batch(), rows)
         if kinds in ("Auto+Auto", "Explicit+Explicit") and not overlap:
             tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
-            close(train_with(tx, mesh, params, rows), whole_update(host_params(), JOINED))
+            got, _, _ = train(mesh, tx, jax.tree.map(jnp.copy, params), BATCHES, rows=rows)
+            close(got, whole_update(host_params(), JOINED))
         run = optax_accum.value_and_grad(loss, num_microbatches=2, devices=optax_accum.Devices("data", overlap=overlap))
         compiled = programs.compiled(jax.jit(run).lower(params, batch))
         for ours in (run, compiled) if kinds == "Explicit+Explicit" and not overlap else (compiled,):
             close(ours(params, batch), whole_gradient())
         found = optax_accum.sharding.count_collectives(compiled)
         assert not [op for op in found.select(min_bytes=64) if op.group == 1]
-
-
-def train_with(tx, mesh, params, rows):
-    state, where = made(tx, params)
-    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-    step = jax.jit(step, out_shardings=(None, *where))
-    for batch in BATCHES:
-        _, params, state = step(params, state, place(mesh, batch, rows))
-    return params
 
 
 @pytest.mark.sweep
