@@ -7,8 +7,6 @@ derivatives.
 import dataclasses
 import functools
 import math
-import re
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -78,21 +76,6 @@ class Found:
         """The number of blocks of rows that it treats together."""
         pairs = zip((*self.single.invars, *self.single.outvars), (*self.view.ins, *self.view.outs), strict=True)
         return math.gcd(self.rows[0], *(var.aval.shape[axis] for var, axis in pairs if axis is not None))
-
-    @property
-    def kind(self):
-        """What it is but for sizes; whether some are the number of rows by chance, one, or leave a remainder, is kept."""
-        number = re.compile(r"(?<!\w)\d+")  # not that of a dtype
-        rows, doubled = self.rows[0], iter(number.findall(str(self.double)))
-
-        def size(found):
-            single, double = int(found[0]), int(next(doubled, -1))
-            if single != double:
-                return f"{Fraction(single, rows)} n"
-            return "n" if single == rows > 3 else str(min(single, 4))  # small numbers may be axes
-
-        is_filled = self.units % math.ceil(self.units / _parts_of(self.units)) > 0
-        return number.sub(size, str(self.single)), next(doubled, ""), min(self.units, 2), is_filled
 
 
 def traced(name, fun, *specs):

@@ -7,10 +7,10 @@ import numpy as np
 ROWS, TOKENS, WIDTH = 12, 3, 4
 
 
-def values(dtype=jnp.float64):
+def values():
     """Parameters and a batch."""
     random = np.random.default_rng(7)
-    normal = lambda *shape: jnp.asarray(random.normal(size=shape) / 2, dtype)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape) / 2, jnp.float64)
     whole = lambda top, *shape: jnp.asarray(random.integers(0, top, shape))
     params = {
         "w": normal(4, WIDTH, WIDTH),
@@ -22,7 +22,7 @@ def values(dtype=jnp.float64):
         "x": normal(ROWS, TOKENS, WIDTH),
         "t": whole(5, ROWS, TOKENS),
         "group": whole(3, ROWS),
-        "mask": jnp.asarray(random.random((ROWS, TOKENS)) < 0.7, dtype),
+        "mask": jnp.asarray(random.random((ROWS, TOKENS)) < 0.7, jnp.float64),
         "y": normal(ROWS),
     }
     return params, batch
