@@ -7,6 +7,9 @@ import optax
 
 import optax_accum
 
+# Options of `reduce_microbatches` alone, which no message of another function names.
+GONE = r"\b(whole_argnums|group_size|weight_fn|weight_of|rng_argnum|carry_argnum|aux_reduction|stacked|unroll)\b"
+
 
 def normal(seed, *shape):
     """Numbers that compile no program, which JAX's own would, and in each worker: modules are imported by all."""

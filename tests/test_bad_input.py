@@ -15,6 +15,7 @@ from flax import nnx
 import optax_accum
 import optax_accum.flax
 from optax_accum import batching, checkpoint, sharding
+from tests.problems import GONE
 
 pytestmark = pytest.mark.quick
 
@@ -866,7 +867,6 @@ def _on_its_axes(fun, *args, way=_together, **options):
     return jax.shard_map(way(fun, **options), mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(*args)
 
 
-GONE = r"\b(whole_argnums|group_size|weight_fn|weight_of|rng_argnum|carry_argnum|aux_reduction|stacked|unroll)\b"  # options of `reduce_microbatches` alone
 KEY = jax.random.key(0)
 
 

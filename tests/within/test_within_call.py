@@ -12,7 +12,7 @@ import pytest
 
 import optax_accum
 from tests import problems, programs
-from tests.test_bad_input import GONE
+from tests.problems import GONE
 from tests.tiers import sweep
 
 START, BATCH = problems.params(), problems.rows(12)
