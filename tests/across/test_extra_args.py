@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_accum
 from optax_accum import checkpoint, sharding
 from tests.across.test_optimizers import OPTIMIZERS
+from tests.tiers import sweep
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +50,7 @@ def test_a_tree_is_averaged_over_the_window(example):
     assert state.mean_args["value"].mean == 1
 
 
+@pytest.mark.sweep
 def test_a_tree_is_weighted_and_left_out_like_its_gradient():
     tx = optax_accum.accumulate_gradients(newton(), 3, mean_args={"metric": METRIC}, nonfinite="omit")
     state = tx.init(jnp.zeros(1))
@@ -155,7 +157,9 @@ def line_search():
 LOSS = lambda w, x: jnp.mean(jnp.log(jnp.cosh(x @ w - 1)))
 
 
-@pytest.mark.parametrize("make", [lambda: optax.lbfgs(memory_size=3), line_search], ids=["lbfgs", "backtracking"])
+@pytest.mark.parametrize(
+    "make", [*sweep([lambda: optax.lbfgs(memory_size=3)]), line_search], ids=["lbfgs", "line search"]
+)
 def test_an_optimizer_that_takes_the_gradient_by_name_gets_that_of_the_window(make):
     x, inner = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32), make()
     tx = optax_accum.accumulate_gradients(inner, 3)

@@ -167,8 +167,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("statistics", [False, True], ids=["plain", "statistics"])
-@pytest.mark.parametrize("way", STEPS)
+@pytest.mark.parametrize(("way", "statistics"), [*[(way, False) for way in STEPS], ("apply_gradients", True)])
 def test_a_rule_discards_windows_by_their_mean_gradient(way, statistics):
     tx = accumulate(2, ADAM, nonfinite=optax_accum.discard_if(spike), statistics=statistics)
     step, params, state, kept = STEPS[way](tx), PARAMS, tx.init(PARAMS), []

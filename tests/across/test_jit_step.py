@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import logging
 import re
 
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import optax_accum
+from tests.tiers import sweep
 
 INNER = optax.adam(0.1)
 assert_equal = functools.partial(chex.assert_trees_all_close, rtol=0, atol=0)
@@ -108,7 +110,7 @@ def test_flush_of_python_says_which_program_runs():
         run(two, tx)
 
 
-@pytest.mark.quick
+@pytest.mark.sweep
 def test_an_epoch_may_end_early_and_windows_may_be_left():
     tx = accumulate()
     two, one = optax_accum.jit_step(of_gradients(tx)), in_one(of_gradients(tx), static_argnames="flush")
@@ -123,8 +125,7 @@ def test_an_epoch_may_end_early_and_windows_may_be_left():
     assert optax_accum.has_updated(state)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("every", sweep([2, 5], but=[5]))
 def test_a_run_goes_on_in_the_middle_of_a_window(every):
     """As after a checkpoint, with the same or another length of windows."""
     tx, other = accumulate(5), accumulate(every)
@@ -229,8 +230,9 @@ def test_an_array_as_flush_is_one_program():
     assert two.one_program == "flush is an array, not a bool of Python"
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("options", [{"nonfinite": "omit"}, {"nonfinite": "discard"}, {"statistics": True}])
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "omit"}, *sweep([{"nonfinite": "discard"}, {"statistics": True}])], ids=str
+)
 def test_policies_statistics_and_a_nan(options):
     tx = accumulate(**options)
     batches = [BATCHES[0] * (np.nan if i == 1 else 1) for i in range(6)]
@@ -283,9 +285,10 @@ def closing(tx):
     }
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("every", [None, 3])
-@pytest.mark.parametrize("way", ["partial", "default", "inside"])
+@pytest.mark.parametrize(
+    ("every", "way"),
+    sweep(itertools.product([None, 3], ["partial", "default", "inside"]), but=[(3, "default"), (None, "partial")]),
+)
 def test_a_step_that_closes_windows_by_itself_is_traced_once(every, way):
     """Compiled ahead, too, it closes them."""
     tx, traced = accumulate(every), []
@@ -304,6 +307,7 @@ def test_a_step_that_closes_windows_by_itself_is_traced_once(every, way):
     assert run(compiled, tx, BATCHES[:3])[-1][-1].gradient_step == 3
 
 
+@pytest.mark.sweep
 def test_a_plan_takes_it():
     """It counts the program that updates, which holds all that the other does."""
     tx = accumulate()
@@ -325,7 +329,7 @@ def test_what_cannot_be_a_step_is_refused():
         optax_accum.jit_step(of_gradients(accumulate()))(start(), accumulate().init(start()), "mean")
 
 
-@pytest.mark.quick
+@pytest.mark.sweep
 def test_a_linen_train_step():
     linen = optax_accum.flax.linen
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_accum
 from optax_accum import batching, sharding
 from tests.pairs import every_pair
+from tests.tiers import sweep
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +30,10 @@ def train(tx, state, params, grads):
     return params, state
 
 
-@pytest.mark.parametrize(("steps", "mean"), [(0, True), (1, True), (2, True), (3, True), (1, False), (4, False)])
+@pytest.mark.parametrize(
+    ("steps", "mean"),
+    sweep([(0, True), (1, True), (2, True), (3, True), (1, False), (4, False)], but=[(2, True), (1, False)]),
+)
 def test_a_running_multi_steps_can_switch_at_any_micro_step(steps, mean):
     inner = optax.adamw(optax.linear_schedule(0.1, 0.01, 4))
     old = optax.MultiSteps(inner, 3, use_grad_mean=mean)
@@ -63,6 +67,7 @@ def test_a_multi_steps_of_another_length_can_switch():
         chex.assert_trees_all_close(updates, mean, rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_a_skipping_multi_steps_can_switch():
     old = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.transforms.skip_not_finite)
     for nonfinite in ("skip", optax.transforms.skip_not_finite):
@@ -115,6 +120,7 @@ def test_every_field_is_documented():
 # What a loop asks of a window.
 
 
+@pytest.mark.sweep
 def test_the_mean_so_far_is_what_multi_steps_keeps():
     """In its units, whatever the weights; before a window's first micro-step it is zero there, too."""
     ours, theirs = optax_accum.accumulate_gradients(optax.sgd(0.1), 3), optax.MultiSteps(optax.sgd(0.1), 3)
@@ -148,7 +154,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "jit"), [*[(name, True) for name in OPTIONS], (next(iter(OPTIONS)), False)], ids=str)
+LEFT = [*[(name, True) for name in OPTIONS], (next(iter(OPTIONS)), False)]
+
+
+@pytest.mark.parametrize(("name", "jit"), sweep(LEFT, but=[LEFT[0], ("mean arguments", True)]), ids=str)
 def test_a_window_that_is_left_has_not_begun(name, jit):
     """PPO stops in the middle; training goes on as if nobody had begun."""
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 3, **OPTIONS[name])
@@ -256,6 +265,7 @@ def mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.sweep
 def test_a_window_over_devices():
     """Its mean so far, its weight, its end and what is left of it are those of all devices."""
     rows = np.random.default_rng(0).normal(size=(5, 8, 2)).astype(np.float32)

@@ -174,6 +174,7 @@ def test_leaves_without_a_gradient_have_none():
     assert statistics.gradient_noise_scale(state, "z").noise == 2 * 4
 
 
+@pytest.mark.sweep
 def test_the_update_stays_what_it_is_and_nothing_is_paid_unasked():
     plain, measured = accumulate(statistics=False), accumulate()
     a, b = trained(plain, TWO), trained(measured, TWO)
@@ -318,6 +319,7 @@ def test_within_a_call(fun, options):
     np.testing.assert_allclose(told.step_weight * len(samples), 20, rtol=1e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Noise is measured between")
 def test_within_a_call_by_group_and_smoothed():
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}

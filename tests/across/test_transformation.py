@@ -340,6 +340,7 @@ def test_the_tools_of_optax_see_into_a_state_with_statistics(groups):
     assert set(jax.tree.leaves((marked.samples, marked.statistics))) == {"other"}
 
 
+@pytest.mark.sweep
 def test_an_inner_optimizer_may_hold_a_typed_key():
     tx = optax_accum.accumulate_gradients(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), 2)
     state = tx.init(PARAMS)

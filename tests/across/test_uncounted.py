@@ -336,6 +336,7 @@ def doubled(b):
     return mask
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [*sweep([of_many_parts]), doubled])
 def test_a_long_count_is_read(count):
     loss = lambda p, b: jnp.sum(count(b) * rows(p, b)) / jnp.maximum(count(b).sum(), 1e-6)
@@ -374,6 +375,7 @@ def test_the_step_warns_of_what_is_lost_and_names_its_line(name, shape):
 WARNING = "Where the sum over rows at test_uncounted.py:"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(LEFT, but=["focal"]))
 def test_the_remedies(name):
     """A Ratio is exact, with other terms times its count; a weight says that nothing is lost."""

@@ -764,7 +764,7 @@ KINDS = {
         "hardest_triplet",
         "products_of_pairs",
     ],
-    "cannot be read": ["rows_of_one_group", "log_of_mean", "centred_if_large"],
+    "cannot be read": ["rows_of_one_group"],
 }
 CASES = [("exact", *EXACT), ("not exact", *NOT_EXACT), ("cannot be read", *CANNOT_BE_READ)]
 LOSSES = EXACT | NOT_EXACT | CANNOT_BE_READ
@@ -877,6 +877,7 @@ def test_a_mean_whose_micro_batches_are_summed_is_refused():
     step(lambda p, b: per(p, b).sum())
 
 
+@pytest.mark.sweep
 def test_pairs_of_neighbours_that_are_dealt_out_whole_add_up():
     """It was called not exact: `x[0::2]` takes one row of each pair."""
 
@@ -907,6 +908,7 @@ def test_no_weight_silences_what_is_certain(name):
             trained(LOSSES[name], 3, 5, **weighed)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(NOT_EXACT, but=["batchnorm"]))
 @pytest.mark.parametrize(
     ("weighed", "weights"), [({}, (3, 5)), *sweep([({"weight": 3.0}, (1, 1))])], ids=["rows", "weight"]
@@ -920,6 +922,7 @@ def test_each_micro_batch_counts_by_itself_if_one_says_so(name, weighed, weights
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(CANNOT_BE_READ, but=["log_of_mean"]))
 def test_a_weight_says_that_what_cannot_be_read_adds_up(name):
     """No warning, which would be an error here."""
@@ -934,7 +937,7 @@ def count_among_rows(p, b):
     return optax_accum.Ratio(per(p, b).sum(), jnp.sum(per(p, b) > per(p, b).mean()))
 
 
-@pytest.mark.parametrize("loss", [rows_among_rows, count_among_rows])
+@pytest.mark.parametrize("loss", [*sweep([rows_among_rows]), count_among_rows])
 def test_a_ratio_is_a_weight_like_any_other(loss):
     assert optax_accum.explain(loss, PARAMS, BATCH).verdict == "not exact"
     with pytest.raises(ValueError, match=NOT_AT_ALL):
@@ -957,6 +960,7 @@ GATED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", sweep(GATED, but=["a Ratio"]))
 def test_a_weight_that_the_batch_alone_does_not_tell_is_taken(how):
     """It is exact; without one the error asks for it."""

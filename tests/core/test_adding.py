@@ -157,6 +157,7 @@ def test_they_are_differentiated():
     close(of(lambda program, x: added(program, x)[0]), of(expected), rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(PROGRAMS, but=["a slice in a branch"]))
 def test_in_a_shard_map_a_sum_varies_with_what_is_added_to_it(name):
     """The program was traced outside; the sum begins with the same number on all devices, whose branches differ."""

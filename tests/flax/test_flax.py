@@ -68,6 +68,7 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
     assert (moved.step, moved.updates) == (2, 2)
 
 
+@pytest.mark.sweep
 def test_statistics_count_by_stats_weight_beside_a_weight_of_tokens():
     """docs/flax.md says so, and that they count by the tokens without it."""
     state = created(optax_accum.accumulate_gradients(optax.set_to_zero(), every=3), norm=True)
@@ -269,6 +270,7 @@ def test_fp8_statistics_within_a_call_are_those_of_the_whole_batch():
     equal(of_inputs(partial), of_inputs(whole))
 
 
+@pytest.mark.sweep
 def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
     """`dog` keeps the parameters that it began with in its state: the same buffer, which is donated only once."""
     tx = optax_accum.accumulate_gradients(optax.contrib.dog(), every=2)
@@ -450,6 +452,7 @@ def test_float16_with_a_dynamic_scale():
 # Checkpoints
 
 
+@pytest.mark.sweep
 def test_a_state_in_the_middle_of_a_window_goes_on_bit_identical(tmp_path):
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=3)
     state = created(tx, norm=True, metrics=("loss",))
@@ -509,6 +512,7 @@ def test_checkpoints_of_others():
         restore(created(tx), half)
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_of_flax_counted_micro_steps_and_other_metrics():
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=3)
     plain = created(tx, train_state.TrainState)
@@ -683,6 +687,7 @@ def test_a_train_step_that_is_not_told_how_to_split_says_what_leaves_the_batch_w
         make(lambda *_: None)
 
 
+@pytest.mark.sweep
 def test_the_weight_that_flax_takes_for_a_field():
     """A question of docs/faq.md, and its answer."""
     says = "TrainState.__init__() got an unexpected keyword argument 'weight'"

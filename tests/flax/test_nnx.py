@@ -225,6 +225,7 @@ def test_where_micro_batches_count_each_by_itself_devices_have_streams_of_their_
     assert int(model.drop.rngs.count[...]) == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("to", [*sweep([None]), "partial"])
 def test_batch_norm_inside_a_shard_map_of_the_user(to):
     """Whether gradients are reduced or not, all devices keep the statistics of all rows."""
@@ -393,6 +394,7 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
     assert temporary(nnx.Optimizer) > 0.9
 
 
+@pytest.mark.sweep
 def test_what_a_state_tells_is_arrays():
     """In NNX a state holds variables."""
     model = Net(nnx.Rngs(0))

@@ -81,6 +81,7 @@ def test_the_variables_are_those_after_one_program(every, flushes):
     assert two.one_program is None
 
 
+@pytest.mark.sweep
 def test_a_step_of_the_user_s_own():
     two, one = jit_step(nnx.jit(of_user)), nnx.jit(of_user)
     nodes = made(3)
@@ -90,6 +91,7 @@ def test_a_step_of_the_user_s_own():
     assert int(nodes[1].updates[...]) == 2
 
 
+@pytest.mark.sweep
 @needs_masked
 @pytest.mark.parametrize("within", [True, *sweep([False])], ids=["in the window", "around the window"])
 def test_a_state_with_masked_parameters(within):

@@ -144,7 +144,7 @@ def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
 
 
 @each
-@pytest.mark.parametrize("loss", [of_few, soft, *sweep([uncounted])])
+@pytest.mark.parametrize("loss", sweep([of_few, soft, uncounted], but=[soft]))
 def test_a_call_that_counts_nothing_adds_its_loss(trained, loss):
     counts = [jnp.sum(batch[2] * (batch[1] == 1)) for batch in batches((1, 10, 1), jnp.asarray)]
     assert min(counts) == 0 < max(counts)
@@ -152,6 +152,7 @@ def test_a_call_that_counts_nothing_adds_its_loss(trained, loss):
     assert_whole(found, uncounted if loss is of_few else loss)
 
 
+@pytest.mark.sweep
 @one_of
 def test_a_call_that_is_left_out_first_leaves_the_loss_of_the_others(trained):
     place = lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.shape == (1, *X.shape[1:]) else jnp.asarray(leaf)
@@ -186,6 +187,7 @@ IN_EACH_RUN = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "kind", "loss", "of_rows"), sweep(READ, but=IN_EACH_RUN))
 def test_each_device_reads_the_loss_of_its_rows(way, kind, loss, of_rows):
     """Once per call, with the gradient; or in partial sums, of which each device's is weighed by it.
@@ -215,6 +217,7 @@ def test_each_device_checks_the_loss_of_its_rows(step, kind, options):
         STEPS[step](centred, tx, (4, 8), place, devices="data", **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("devices", "cut"), [(4, 1), *sweep([(2, 3), (1, 2), (1, 1)])], ids=str)
 @one_of
 def test_a_window_of_one_call_has_a_micro_batch_on_each_device(trained, devices, cut):
@@ -248,6 +251,7 @@ def test_where_no_weight_is_right_an_error_shows_the_lines(trained, loss, messag
             trained(loss, window(), SIZES, jnp.asarray, **weighed)
 
 
+@pytest.mark.sweep
 @one_of
 def test_each_call_counts_by_itself_if_one_says_so(trained):
     """By its rows, or as `weight_fn` says."""
@@ -378,7 +382,7 @@ def kept_in_nnx(rows, tx):
     return model.w[...]
 
 
-@pytest.mark.parametrize("kept", [kept_in_linen, kept_in_nnx], ids=STEPS)
+@pytest.mark.parametrize("kept", [*sweep([kept_in_linen]), kept_in_nnx], ids=STEPS)
 def test_devices_have_masks_of_their_own(kept, two_devices):
     """In the place of one another, too; and micro-batches of one device have those of its rows."""
     masks = -2 * EACH * kept(two_devices(np.arange(2 * EACH)), window(every=1, devices="data"))
@@ -386,6 +390,7 @@ def test_devices_have_masks_of_their_own(kept, two_devices):
     assert len(np.unique(np.asarray(masks), axis=0)) == 2 * EACH
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [pytest.param((12,), marks=pytest.mark.sweep), (4, 8)], ids=str)
 @one_of
 def test_a_mask_that_micro_batches_of_a_device_share_unevenly(trained, sizes, two_devices, monkeypatch):

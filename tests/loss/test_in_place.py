@@ -292,9 +292,7 @@ AWKWARD = {
 IN_A_DTYPE = [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
 IN_EACH_RUN = (
     "in a branch twice",
-    "a barrier",
     "slices before the start and beyond the end",
-    "a slice known to reach beyond the end",
 )
 
 

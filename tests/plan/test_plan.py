@@ -148,6 +148,7 @@ def test_what_is_not_to_be_had_is_left_out():
     assert [c.number for c in search.search(every, measure, 10) if c.rows <= 10] == [16]
 
 
+@pytest.mark.sweep
 def test_candidates_of_the_same_size_are_one():
     """Of 8 rows, 4, 5, 6 and 7 micro-batches are of 2 rows; named or not, it is compiled and shown once."""
     numbers = lambda rows, asked=None: [(c.number, c.rows, c.ragged) for c in search.candidates(rows, asked)]

@@ -147,6 +147,7 @@ def test_without_it_each_product_runs_once():
     assert products(0) == 3 * DEPTH - 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("share", sweep(SHARES[1:5], but=SHARES[2:3]))
 def test_no_more_runs_again_than_is_allowed(share):
     """By bytes that products move; what is cheap may run anywhere."""
@@ -175,6 +176,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("loss", "share", "parts"), sweep(EXACT, but=EXACT[2:3]))
 def test_the_gradient_is_exact(loss, share, parts, x64):
     """Also of extremes, with which rows that are made again are compared; of seven micro-batches the last are filled up."""

@@ -30,6 +30,7 @@ def assert_in_a_loop_once_registered(made, loss, **rules):
     assert_whole(loss, *values(), tolerance=2e-6)
 
 
+@pytest.mark.sweep
 def test_one_that_is_elementwise():
     made = primitive("other_cube", lambda x: x**3)
     loss = lambda p, b: jnp.mean(made.bind(b["x"] @ p["w"]))

@@ -167,7 +167,7 @@ def spreads(x):
 spreads.defvjp(lambda x: (x, None), lambda _, ct: (jnp.broadcast_to(jnp.sum(ct, 0), ct.shape),))
 
 
-@loss
+@another
 def custom_vjp_that_spreads_a_sum(p, b):
     return masked(jnp.sum(spreads(dense(p, b)) ** 2, 1), b)
 
@@ -317,7 +317,7 @@ def while_that_rows_end(p, b):
     return masked(jnp.sum(found * dense(p, b), 1), b) * 100
 
 
-@loss
+@another
 def while_of_each_row(p, b):
     start = jax.lax.stop_gradient(dense(p, b)[:, 0])
     halved = jax.vmap(lambda h: jax.lax.while_loop(lambda h: jnp.abs(h) > 0.1, lambda h: h / 2, h))
@@ -389,7 +389,7 @@ def starts_that_depend_on_the_rows(p, b):
     return jnp.mean(jax.lax.slice_in_dim(wide, start, start + 3, axis=1) ** 2) if start + 3 <= 48 else None
 
 
-@loss
+@another
 def labels_taken_by_position(p, b):
     scores = jax.nn.log_softmax(dense(p, b) @ p["out"])
     return -masked(scores[jnp.arange(len(scores)), b["label"]], b)
@@ -450,7 +450,7 @@ def bits_of_the_model_over_rows(p, b):
     return jnp.mean(hidden) * bits
 
 
-@loss
+@another
 def complex_numbers(p, b):
     wave = jnp.fft.fft(jnp.tanh(b["x"] @ p["w"]), axis=-1)
     largest = jax.lax.stop_gradient(jnp.max(wave, axis=0))
@@ -586,6 +586,7 @@ def test_a_rule_whose_sum_over_rows_begins_with_a_constant():
     assert_whole(lambda w, x: jnp.mean(adds_to_ones(w, x) ** 2), jnp.ones(4), values()[1]["x"], tolerance=1e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("wrap", [lambda step: step, *sweep([jax.jit, jax.checkpoint])])
 def test_an_operation_with_more_operands_for_more_rows(wrap):
     params, batch = values()
@@ -724,6 +725,7 @@ def test_a_rule_is_moved_by_no_more_than_the_loss_moves(name, parts, x64):
     assert whole(refusing(name), *values()) == []
 
 
+@pytest.mark.sweep
 def test_a_rule_is_moved_by_no_more_outside_jit():
     loss = refusing("in the loss")
     assert farthest(optax_accum.value_and_grad(loss, 3)(*values()), jax.value_and_grad(loss)(*values())) < 2e-6

@@ -259,6 +259,7 @@ def test_the_gradient_on_other_meshes(data, tp):
         assert compared(way, data, tp, ["iterated", "a_branch"]) == ["iterated", "a_branch"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [*sweep(["across"]), "within"])
 @pytest.mark.parametrize("tp", [1, *sweep([TP])])
 def test_a_loss_whose_rows_decide_nothing_stays_as_it_is(way, tp, monkeypatch):

@@ -166,6 +166,7 @@ def test_parameters_that_do_not_lie_on_a_mesh_that_is_set():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compiled", [jax.jit, *sweep([lambda run: run])])
 def test_an_auto_axis_beside_an_explicit_one_needs_no_set_mesh(compiled):
     """The arrays tell the mesh; JAX asks for one in reach."""

@@ -259,6 +259,7 @@ def test_what_the_devices_do_not_divide(data_mesh, layer, x, message):
         optax_accum.microbatched(block, 3, devices=optax_accum.Devices("data", to=P("data")))(layer, x)
 
 
+@pytest.mark.sweep
 def test_a_block_may_take_rows_together_and_return_what_has_none(data_mesh):
     """The statistics are those of all devices' rows, and so is what is returned for all of them."""
 

@@ -278,6 +278,7 @@ def test_a_loss_with_a_shard_map_of_its_own_under_devices(way, names_its_mesh):
             jax.jit(run).lower(w, x)
 
 
+@pytest.mark.sweep
 def test_the_two_ways_for_a_loss_that_communicates_over_another_axis():
     mesh, w = paths.mesh_of("Auto"), np.ones((3, 4), "f")
     specs = {"in_specs": (P(None, "other"), P()), "out_specs": P(None, "other"), "axis_names": {"other"}}

@@ -233,6 +233,7 @@ def updated(loss, every, **options):
 ACROSS = [summed, counted_tokens, averaged, gathered, permuted]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", sweep(ACROSS, but=[counted_tokens]), ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("every", [2, *sweep([1])])
 def test_across_calls_such_a_loss_says_how_much_a_micro_batch_counts(loss, every):
@@ -273,6 +274,7 @@ def by_micro_batch(p, b):
 REFUSED = r"other devices of \('data',\) \(psum.*test_other_axes.py:\d+\). Leave that out: .*one batch"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("check_vma", [True, *sweep([False])], ids=["vma", "no vma"])
 def test_along_the_devices_a_loss_is_refused_with_what_else_to_do(check_vma):
     """Without, the rows of all devices are one batch; or each micro-batch counts by itself."""

@@ -60,6 +60,7 @@ def mapped(fun, in_axes):
     return jax.pmap(fun, axis_name="batch", in_axes=in_axes, devices=jax.devices()[:DEVICES])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("k", [*sweep([1]), 4], ids=["one micro-batch", "a remainder of two rows"])
 def test_a_trainer_under_pmap_takes_the_gradient_of_all_rows(k):
     compute = optax_accum.value_and_grad(loss, k, has_aux=True)

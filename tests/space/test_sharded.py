@@ -696,6 +696,7 @@ def test_inside_a_shard_map_a_loss_of_own_rows_needs_devices(data_mesh):
     close(jax.jit(jax.shard_map(run, **everywhere))(params, batch), jax.value_and_grad(whole)(params, batch))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("overlap", [*sweep([False]), True])
 def test_a_loss_that_communicates_is_refused_and_its_remedies_are_exact(data_mesh, overlap):
     """Also where the last micro-batch's gradient is added over the devices in its backward pass."""

@@ -105,6 +105,7 @@ def test_no_device_skips_what_others_wait_for(way, fun, options):
     np.testing.assert_allclose(np.asarray(grad), jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_nor_does_it_where_the_loss_permutes_over_another_axis_in_a_shard_map():
     around = lambda leaf: jax.lax.ppermute(leaf, "tp", [(0, 1), (1, 0)])
     mean = lambda w, batch: jnp.sum(batch["mask"] * jnp.sum((batch["x"] @ w) ** 2, -1)) / tokens(batch)

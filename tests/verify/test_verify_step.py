@@ -818,6 +818,7 @@ def test_a_reference_that_averages_devices_as_equals_is_refused():
         verify_step(by_halves, batch, every=4, uneven=False)
 
 
+@pytest.mark.sweep
 def test_a_window_that_is_not_finite_is_no_other_fault():
     """It was said to move while held: NaN is not NaN."""
 

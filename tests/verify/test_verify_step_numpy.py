@@ -153,6 +153,7 @@ def test_pytorch_is_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.sweep
 def test_a_step_of_jax_gets_jax_arrays_of_a_numpy_batch():
     """By what is carried: JAX's arrays alone. It is traced, to see in which dtypes it computes."""
     traced, seen = [], []

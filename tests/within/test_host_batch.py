@@ -45,6 +45,7 @@ def assert_whole(found, batch):
 CASES = list(itertools.product(WAYS, [(16, 4), (14, 4), (16, 1)], ["jit", "eager"]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "sizes", "how"), sweep(CASES, but=[("value_and_grad", (14, 4), "jit")]))
 def test_the_gradient_is_that_of_the_whole_batch(way, sizes, how):
     rows, k = sizes
