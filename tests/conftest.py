@@ -41,14 +41,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Quick tests come first. The sweep is left out, unless it is asked for: by `--sweep`, a mark, or the name of a test."""
+    """Quick tests come first. The sweep is left out, unless it is asked for: by `--sweep`, its mark, or the name of a test."""
     items.sort(key=lambda item: item.get_closest_marker("quick") is None)
-    swept = [item for item in items if item.get_closest_marker("sweep")]
-    if both := [item.nodeid for item in swept if item.get_closest_marker("quick")]:
-        raise pytest.UsageError(
-            f"A quick test must not be in the sweep: {', '.join(both)}. Take one of the marks away."
-        )
-    if not (config.option.sweep or config.option.markexpr or any("::" in each for each in config.args)):
+    if not (config.option.sweep or "sweep" in config.option.markexpr or any("::" in each for each in config.args)):
+        swept = [item for item in items if item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=swept)
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
