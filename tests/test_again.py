@@ -67,6 +67,7 @@ def turned(x, y):
 turned.defvjp(lambda x, y: (turned(x, y), (x, y)), lambda kept, ct: (ct[0] * jnp.sin(kept[1]) + ct[1], 2 * ct[0]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cut", ["value_and_grad", *sweep(["microbatched"])])
 @pytest.mark.parametrize("rule", [rounded, *sweep([lambda x: turned(x, x**2)[0]])])
 def test_a_backward_pass_by_the_user_is_differentiated_again(rule, cut):

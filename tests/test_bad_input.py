@@ -891,6 +891,7 @@ def test_value_and_grad_names_only_options_that_it_has(call, message):
     assert not re.search(GONE, str(caught.value))
 
 
+@pytest.mark.sweep
 def test_the_remedy_of_a_loss_that_communicates_takes_its_key():
     """Its error names `reduce_microbatches`, which needs the key named."""
     options = {"batch_argnums": 2, "devices": "data"}

@@ -114,6 +114,7 @@ GUARDS = {  # of two terms
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("guard", sweep(GUARDS, but=["maximum"]))
 @OUTSIDE
 def test_fractional_masks_count_as_in_the_whole_batch_however_little_a_micro_batch_has(guard, outside):
@@ -149,6 +150,7 @@ FUNCTIONS = {  # of the count, 7, and of those of micro-batches
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", sweep(FUNCTIONS, but=["branch"]))
 def test_any_function_of_a_count_may_divide(function):
     loss = lambda w, batch: jnp.sum(batch["mask"] * errors(w, batch)) / FUNCTIONS[function](jnp.sum(batch["mask"]))

@@ -289,6 +289,7 @@ def test_a_window_over_devices():
     assert (left.gradient_step, left.discarded, left.batches, left.mini_step) == (1, 1, 6, 1)
 
 
+@pytest.mark.sweep
 def test_a_window_inside_a_shard_map():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), batching.every_by_weight(16), devices="data")
 

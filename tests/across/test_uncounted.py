@@ -345,6 +345,7 @@ def test_a_long_count_is_read(count):
     assert optax_accum.explain(lambda p, b: loss(p, b) + jnp.sum(p["w"] ** 2), PARAMS, BATCH).verdict == "exact"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(VANISH, but=["safe"]))
 def test_it_is_exact(name):
     loss = shaped(VANISH[name], "beside decay")

@@ -183,6 +183,7 @@ def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ((loss, carry), grad), want)
 
 
+@pytest.mark.sweep
 @IN_EACH_WAY
 def test_roles_of_a_micro_step(named, by_position, jit):
     def loss(w, x, y, carry, key, table):

@@ -38,6 +38,7 @@ from tests.versions import since
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
+@pytest.mark.sweep
 def test_extra_arguments_reach_the_optimizer_and_fields_are_replaced():
     seen = []
 
@@ -122,6 +123,7 @@ def test_the_metrics_of_nothing_are_no_number():
     assert np.isnan(created(tx, metrics=("loss",)).window_metrics()["loss"])
 
 
+@pytest.mark.sweep
 def test_statistics_far_from_zero_keep_their_variance():
     """Moments about the running mean: a mean of 1000 and a variance of 1 in float32."""
     rng = np.random.default_rng(0)
@@ -177,6 +179,7 @@ def test_statistics_that_came_too_late_are_refused():
         late.apply_gradients(grads=grads, batch_stats=stats)
 
 
+@pytest.mark.sweep
 def test_the_train_state_of_an_example_of_flax_is_subclassed():
     """As in Flax's ImageNet example: fields of its own, one of them named as ours, without defaults."""
 

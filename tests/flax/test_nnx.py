@@ -959,9 +959,9 @@ def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
     loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
     with jax.set_mesh(mesh):
         model, whole = Partitioned(nnx.Rngs(0)), Partitioned(nnx.Rngs(0))
-        reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
+        reference = nnx.Optimizer(whole, optax.sgd(0.1), wrt=nnx.Param)
         nnx.jit(lambda whole, opt: opt.update(whole, nnx.grad(loss)(whole, (X[:8], Y[:8]))))(whole, reference)
-        tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, devices="data")
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, devices="data")
         options = {"devices": "data"} if chained else {}
         optimizer = accum.nnx.Optimizer(model, optax.chain(tx) if chained else tx, wrt=nnx.Param, metrics=("loss",))
         named = nnx.get_partition_spec(nnx.state(optimizer)["opt_state"])

@@ -108,6 +108,7 @@ def test_a_state_with_masked_parameters(within):
     same(after(jit_step(of_user), nodes()), after(nnx.jit(of_user), nodes()))
 
 
+@pytest.mark.sweep
 def test_a_program_that_only_adds_takes_no_moments_and_returns_no_parameters():
     nodes = made(2)
     lowered = jit_step(of_package()).lower(*nodes, BATCHES[0])

@@ -137,6 +137,7 @@ def test_it_is_what_the_loss_divides_by(trained, tx):
     assert_whole(trained(masked, tx, SIZES, jnp.asarray), masked)
 
 
+@pytest.mark.sweep
 @one_of
 def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
     """The window's sum is 1.75, of its calls 0.25, 1.25 and 0.25; metrics count so, too."""
@@ -276,6 +277,7 @@ def test_exact_is_a_bool(trained, exact):
         trained(mean, window(), SIZES, jnp.asarray, exact=exact)
 
 
+@pytest.mark.sweep
 @each
 def test_losses_of_an_optimizer_that_takes_a_sum_are_added(trained):
     assert_whole(trained(total, window("sum"), SIZES, jnp.asarray), total, expected="its mean over calls")

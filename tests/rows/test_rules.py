@@ -717,6 +717,7 @@ def refusing(name):
     return lambda p, b: masked(jnp.sum(REFUSING[name](p, b) ** 2, 1), b)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("parts", [[5, 3], *sweep([[3, 2], [2, 5]])], ids=str)
 @pytest.mark.parametrize("name", sweep(REFUSING, but=["of each row"]))
 def test_a_rule_is_moved_by_no_more_than_the_loss_moves(name, parts, x64):

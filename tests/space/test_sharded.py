@@ -420,6 +420,7 @@ def host_memory_works():
     return "pinned_host" in kinds and tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not host_memory_works(), reason="XLA on CPU moves arrays to the host inside jit from JAX 0.12 on")
 @pytest.mark.parametrize(
     "offload", [*sweep(["acc_grads", "inner_opt_state"]), ("acc_grads", "inner_opt_state")], ids=str
