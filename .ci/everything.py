@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Everything that ci.yml and docs.yml do, on one machine: about half an hour on two cores. Prints the seconds of each leg.
+"""Everything that ci.yml and docs.yml do, on one machine: half an hour on two cores. Prints the seconds of each leg.
 
 Lint and types come first, then the README's tests on the newest JAX, its quick ones first. The other legs run side by
 side, one on each core: the environments of .ci/environments.toml, the notebooks in Colab's versions from their install
